@@ -1,0 +1,273 @@
+"""Checks of an ADMMDQNConfig: every message names option, value, what is allowed, the fix."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import gymnasium as gym
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn.dqn import DQNConfig
+from ray.rllib.env.env_context import EnvContext
+from ray.rllib.env.multi_agent_env import MultiAgentEnv
+from ray.rllib.models.catalog import MODEL_DEFAULTS
+from ray.tune.registry import ENV_CREATOR, _global_registry
+from ray.tune.result import TRIAL_INFO
+
+from rllib_admm.consensus import PENALTY_SCHEDULES, PROXIMAL_METRICS, SUPPORTED_BITS
+from rllib_admm.replay import parse_replay_config
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean '...'?" for the nearest of `known`, or an empty string."""
+    match = difflib.get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def _training_keywords() -> set[str]:
+    names: set[str] = set()
+    for cls in (DQNConfig, AlgorithmConfig):
+        for name, parameter in inspect.signature(cls.training).parameters.items():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                names.add(name)
+    return names
+
+
+def refuse_unknown_keywords(keywords: Collection[str], own: Collection[str]) -> None:
+    """Raises ValueError if one of `keywords` is no keyword of `.training()`."""
+    known = _training_keywords() | set(own)
+    for name in keywords:
+        if name not in known:
+            raise ValueError(f"training() has no option {name!r}.{nearest(name, known)}")
+
+
+def _options(config: AlgorithmConfig) -> set[str]:
+    attributes = {k for k in vars(config) if not k.startswith("_")}
+    properties = {
+        name
+        for name, value in inspect.getmembers(type(config))
+        if isinstance(value, property) and not name.startswith("_")
+    }
+    return attributes | properties
+
+
+def refuse_unknown_key(config: AlgorithmConfig, key: str) -> None:
+    """Raises ValueError if `key` is no option that `update_from_dict` could set."""
+    name = config._translate_special_keys(key, warn_deprecated=False)
+    if name in ("class", "multiagent", "_enable_new_api_stack", TRIAL_INFO):
+        return
+    if name.startswith("_") and hasattr(config, name):
+        return
+    known = _options(config)
+    if name in known:
+        return
+    if callable(getattr(config, name, None)):
+        raise ValueError(
+            f"{key!r} is a method of the configuration, not an option. Give its arguments "
+            f"directly, or call config.{name}(...)."
+        )
+    raise ValueError(f"The configuration has no option {key!r}.{nearest(key, known)}")
+
+
+def refuse_unknown_attribute(config: AlgorithmConfig, key: str) -> None:
+    """Raises AttributeError if `key` is new and looks like a misspelt option."""
+    if hasattr(config, key):
+        return
+    match = difflib.get_close_matches(key, _options(config), n=1, cutoff=0.8)
+    if match:
+        raise AttributeError(
+            f"The configuration has no option {key!r}. Did you mean {match[0]!r}?"
+        )
+
+
+class _Checker:
+    """Collects the checks' common wording."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def fail(self, name: str, allowed: str, fix: str) -> None:
+        value = getattr(self.config, name)
+        raise ValueError(f"{name}={value!r} is not allowed: it must be {allowed}. {fix}")
+
+    def integer(self, name: str, least: int, fix: str) -> None:
+        value = getattr(self.config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.fail(name, f"an integer >= {least}", fix)
+
+    def number(
+        self, name: str, low: float, high: float, interval: str, fix: str, *, closed: str = ""
+    ) -> None:
+        value = getattr(self.config, name)
+        good = not isinstance(value, bool) and isinstance(value, (int, float))
+        if good:
+            good = math.isfinite(value)
+            good = good and (value >= low if "low" in closed else value > low)
+            good = good and (value <= high if "high" in closed else value < high)
+        if not good:
+            self.fail(name, f"a number in {interval}", fix)
+
+    def choice(self, name: str, choices: Collection[Any], fix: str = "") -> None:
+        value = getattr(self.config, name)
+        if isinstance(value, bool) != any(isinstance(c, bool) for c in choices) or (
+            value not in choices
+        ):
+            listed = ", ".join(repr(c) for c in choices)
+            hint = nearest(value, [c for c in choices if isinstance(c, str)]).strip()
+            if not hint and isinstance(value, (int, float)) and not isinstance(value, bool):
+                numbers = [c for c in choices if isinstance(c, int)]
+                closest = min(numbers, key=lambda c: abs(c - value)) if numbers else None
+                hint = f"The nearest is {closest}." if closest is not None else ""
+            self.fail(name, f"one of {listed}", hint or fix)
+
+
+def validate_admm_options(config: Any) -> None:
+    """Raises ValueError for the first option of an ADMMDQNConfig that can not work."""
+    check = _Checker(config)
+    _validate_consensus(config, check)
+    _validate_refused(config)
+    parse_replay_config(config.replay_buffer_config)
+    _validate_learner_class(config)
+    if config.env is not None and not config.is_multi_agent:
+        _validate_spaces(config)
+
+
+def _validate_consensus(config: Any, check: _Checker) -> None:
+    check.integer("local_steps", 1, "Use local_steps=1 for a round after every gradient step.")
+    rho = config.rho
+    if not (rho == "auto" or _is_number(rho)) or (_is_number(rho) and not 0 <= rho < math.inf):
+        check.fail("rho", "'auto', 0, or a positive number", "Use rho='auto', or 0 for averaging.")
+    inf = math.inf
+    check.number("rho_strength", 0, inf, "(0, inf)", "Use rho=0 to switch the pull off.")
+    check.choice("rho_schedule", PENALTY_SCHEDULES)
+    check.integer("rho_decay_rounds", 1, "It is the number of rounds of the cosine.")
+    check.number("rho_final_fraction", 0, 1, "(0, 1]", "Use 1 for no decay.", closed="high")
+    check.choice("proximal_metric", PROXIMAL_METRICS)
+    check.choice("local_start", ("theta", "z"))
+    check.number("over_relaxation", 0, 2, "(0, 2)", "1 means none; 1.5 is usual.")
+    check.number("outer_momentum", 0, 1, "[0, 1)", "0 means none.", closed="low")
+    check.number("outer_lr", 0, inf, "(0, inf)", "1 moves z all the way to the mean.")
+    check.choice("dual_updates", (True, False))
+    check.choice("quantization_bits", SUPPORTED_BITS)
+    check.integer("full_precision_every", 0, "1 means always, 0 never.")
+    check.choice("weight_sync", ("admm", "ddp"))
+    check.choice("on_learner_failure", ("mean_dual", "recentre"))
+    check.integer("max_learner_restarts", 0, "0 ends the run at the first death.")
+    check.number("round_timeout_s", 0, inf, "(0, inf)", "It is in seconds.")
+    check.number("placement_timeout_s", 0, inf, "(0, inf)", "It is in seconds.")
+    if config.training_intensity is not None:
+        check.number("training_intensity", 0, inf, "(0, inf)", "Use None for DQN's native ratio.")
+    check.integer("num_learners", 0, "0 trains in the main process.")
+    check.integer("train_batch_size_per_learner", 1, "32 and 64 are usual.")
+    check.number("tau", 0, 1, "(0, 1]", "1 copies z to the target network.", closed="high")
+    check.integer("target_network_update_freq", 1, "It is in env steps.")
+    n_step = config.n_step
+    steps = n_step if isinstance(n_step, (tuple, list)) else (n_step, n_step + 1)
+    if len(steps) != 2 or not all(isinstance(n, int) for n in steps) or not 1 <= steps[0] < steps[1]:
+        check.fail("n_step", "an integer >= 1 or (low, high) with 1 <= low < high", "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _validate_refused(config: Any) -> None:
+    """Refuses what would be accepted and ignored."""
+    defaults = DQNConfig()
+    unsupported = {
+        "noisy": "Noisy layers do not exist on RLlib's new API stack; use epsilon.",
+        "sigma0": "It belongs to noisy layers, which RLlib's new API stack does not have.",
+        "hiddens": "Use config.rl_module(model_config={'head_fcnet_hiddens': [...]}).",
+        "before_learn_on_batch": "Use a learner connector, or override the Learner.",
+        "categorical_distribution_temperature": "RLlib's new API stack ignores it.",
+        "num_epochs": "Each local step draws a fresh minibatch; raise local_steps.",
+        "minibatch_size": "Use train_batch_size_per_learner.",
+        "shuffle_batch_per_epoch": "Minibatches are random draws.",
+        "num_aggregator_actors_per_learner": "Fragments go straight to the learners.",
+        "use_env_runner_state_server": "z travels through QuantizedBroadcast.",
+        "torch_compile_learner": "The learner's short path is as fast without it.",
+        "count_steps_by": "Schedules count env steps.",
+        "burn_in_len": "Stateful modules are not supported yet.",
+        "optimizer": "Override configure_optimizers_for_module of ADMMDQNTorchLearner.",
+    }
+    for name, fix in unsupported.items():
+        value = getattr(config, name, None)
+        if value != getattr(defaults, name, None):
+            raise ValueError(f"{name}={value!r} is not supported by ADMMDQN. {fix}")
+    changed = {
+        k for k, v in config.model.items() if k in MODEL_DEFAULTS and v != MODEL_DEFAULTS[k]
+    } - {"vf_share_layers"}
+    if changed:
+        raise ValueError(
+            f"model={{{', '.join(sorted(changed))}: ...}} belongs to RLlib's old API stack and "
+            "would be ignored. Use config.rl_module(model_config={...})."
+        )
+    if not config.enable_rl_module_and_learner or not config.enable_env_runner_and_connector_v2:
+        raise ValueError(
+            "api_stack: ADMMDQN runs on RLlib's new API stack only. Remove the call of "
+            "config.api_stack(...)."
+        )
+    if config.framework_str != "torch":
+        raise ValueError(f"framework={config.framework_str!r} is not supported. Use 'torch'.")
+    if config.is_offline:
+        raise ValueError(f"input_={config.input_!r}: ADMMDQN learns online. Use 'sampler'.")
+    if config.model_config.get("use_lstm"):
+        raise ValueError(
+            "model_config['use_lstm']=True is not supported by ADMMDQN yet: its replay shards "
+            "serve transitions. Use frame stacking, or a stateless encoder."
+        )
+    if config.is_multi_agent:
+        raise ValueError(
+            "multi_agent(...) is not supported by ADMMDQN yet: remove the policies, or use "
+            "RLlib's DQN."
+        )
+
+
+def _validate_learner_class(config: Any) -> None:
+    from rllib_admm.learner import ADMMDQNTorchLearner
+
+    if not issubclass(config.learner_class, ADMMDQNTorchLearner):
+        raise ValueError(
+            f"learner_class={config.learner_class.__name__} is not allowed: it must be a subclass "
+            "of rllib_admm.learner.ADMMDQNTorchLearner, which owns the replay shard."
+        )
+
+
+_SPACES: dict[str, gym.Space[Any] | None] = {}
+
+
+def _validate_spaces(config: Any) -> None:
+    space = config.action_space if config.action_space is not None else _action_space(config)
+    if space is None or isinstance(space, gym.spaces.Discrete):
+        return
+    raise ValueError(
+        f"env={config.env!r} has the action space {space}: ADMMDQN acts in Discrete spaces only, "
+        f"not yet in {type(space).__name__}. Wrap the environment so that it offers "
+        "gymnasium.spaces.Discrete."
+    )
+
+
+def _action_space(config: Any) -> gym.Space[Any] | None:
+    """Looks at one instance of the environment, once per process and env_config."""
+    key = f"{config.env!r} {config.env_config!r}"
+    if key not in _SPACES:
+        try:
+            env = _make_env(config)
+        except Exception:
+            # What is wrong with the environment, the EnvRunners say better.
+            return None
+        _SPACES[key] = None if isinstance(env, MultiAgentEnv) else env.action_space
+        env.close()
+    return _SPACES[key]
+
+
+def _make_env(config: Any) -> Any:
+    context = EnvContext(dict(config.env_config), worker_index=0, num_workers=0)
+    if isinstance(config.env, str):
+        if _global_registry.contains(ENV_CREATOR, config.env):
+            return _global_registry.get(ENV_CREATOR, config.env)(context)
+        return gym.make(config.env, **config.env_config)
+    return config.env(context)

@@ -1,0 +1,5 @@
+"""Connectors of rllib_admm."""
+
+from rllib_admm.connectors.quantized_broadcast import QuantizedBroadcast
+
+__all__ = ["QuantizedBroadcast"]

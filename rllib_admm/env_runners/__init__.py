@@ -1,0 +1,6 @@
+"""EnvRunners: RLlib's own, with z arriving as quantised broadcasts."""
+
+from rllib_admm.env_runners.group import ConsensusEnvRunnerGroup
+from rllib_admm.env_runners.sampling import SampleReply, SampleRequest
+
+__all__ = ["ConsensusEnvRunnerGroup", "SampleReply", "SampleRequest"]

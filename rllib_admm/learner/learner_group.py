@@ -1,0 +1,833 @@
+"""The group of learners that agree by consensus ADMM."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.rllib.core import COMPONENT_LEARNER, COMPONENT_RL_MODULE
+from ray.rllib.core.learner.learner_group import LearnerGroup
+from ray.rllib.utils.actor_manager import FaultTolerantActorManager
+from ray.rllib.utils.annotations import override
+from ray.rllib.utils.checkpoints import Checkpointable
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rllib_admm.consensus import (
+    ConsensusOptions,
+    Coordinator,
+    Layout,
+    LocalNorms,
+    MessageError,
+    NonFiniteError,
+    Reply,
+    Snapshot,
+    make_schedule,
+)
+from rllib_admm.learner.broadcast import Broadcast
+from rllib_admm.learner.errors import LearnerFailure, PlacementError
+from rllib_admm.learner.torch_learner import RoundRequest, RoundResult
+
+logger = logging.getLogger(__name__)
+
+COMPONENT_CONSENSUS = "consensus"
+COMPONENT_LOCAL_STATES = "local_states"
+
+
+@dataclass
+class RoundSummary:
+    """What a round did, for metrics.
+
+    Attributes:
+        learner_results: One reduced metrics dict per learner.
+        gradient_steps: Minibatch gradients of this round, summed over learners.
+        consensus: The `consensus` metrics, see the README's glossary.
+    """
+
+    learner_results: list[Any] = field(default_factory=list)
+    gradient_steps: int = 0
+    consensus: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Member:
+    """One learner as the group sees it.
+
+    Attributes:
+        index: Its place, which also names its shard.
+        actor: Its Ray actor; None for the local learner.
+        replies: What it has not been told yet of the last round.
+        snapshots: What it must start anew from before its next round.
+        fragments: Data for its shard that it has not confirmed yet.
+        norms: Its norms of the last settled round, per ModuleID.
+        metric_scale: The newest mean of Adam's sqrt(v) + eps, per ModuleID.
+        building: Reference that is ready once a restarted actor is built; None otherwise.
+        restarts: How often it was restarted.
+    """
+
+    index: int
+    actor: Any = None
+    replies: dict[str, Reply] = field(default_factory=dict)
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    fragments: list[tuple[str, Any]] = field(default_factory=list)
+    norms: dict[str, LocalNorms] = field(default_factory=dict)
+    metric_scale: dict[str, float] = field(default_factory=dict)
+    building: Any = None
+    restarts: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"learner-{self.index}"
+
+
+@dataclass
+class PendingRound:
+    """A round whose learners are at work.
+
+    Attributes:
+        requests: What each member was asked.
+        references: The answers to come, per member index (empty for a local learner).
+    """
+
+    requests: dict[int, RoundRequest]
+    references: dict[int, Any]
+    local_steps: int
+    began: float
+
+
+class ConsensusLearnerGroup(LearnerGroup):
+    """N Learners, each with its own shard, and the coordinator that they agree through.
+
+    The group's weights (`get_weights`, `get_state`, checkpoints, evaluation) are z, which
+    the coordinator holds in this process. Learners are plain Ray actors: no torch process
+    group, no DDP wrapper, so none of them can block the others.
+
+    What the death of a learner costs, by moment: before or during its local steps, its shard
+    and this round's work of that learner; while uploading, the same (an upload is counted
+    whole or not at all); between rounds, its shard. In all cases the survivors finish the
+    round, and a replacement starts from z with the dual that `on_learner_failure` names, as
+    soon as its process is up. Fragments that it had not confirmed are delivered again.
+
+    With one learner nothing has to agree: z is its theta, there is no pull and no dual.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Any,
+        module_spec: Any = None,
+        placement_group: PlacementGroup | None = None,
+    ) -> None:
+        # LearnerGroup's constructor starts a torch process group and wraps modules in DDP,
+        # which is what this class exists to do without.
+        self.config = config.copy(copy_frozen=False)
+        self._module_spec = module_spec or self.config.get_multi_rl_module_spec()
+        self._placement_group = placement_group
+        self._is_shut_down = False
+        self._members: list[_Member] = []
+        self._ts_dropped = 0
+        self._worker_manager = None
+        self._workers = None
+        self.num_restarts = 0
+        self.num_messages_rejected = 0
+        self.num_fragments_lost = 0
+        self.num_non_finite = 0
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.gradient_steps = 0
+        self._env_steps = 0
+        self._steps_per_learner = 0.0
+        self._reference_nic = 0.0
+        self._reference_wire = 0.0
+
+        # Holds z in this process; with num_learners=0 it is also the one that learns.
+        self._z_learner = self._build_learner()
+        self._learner = self._z_learner if self.is_local else None
+        self.layouts: dict[str, Layout] = self._z_learner.layouts
+        self._lr = {mid: self._z_learner_lr(mid) for mid in self.layouts}
+        self._rho_scale = dict.fromkeys(
+            self.layouts, 0.0 if self.config.proximal_metric == "adam" else 1.0
+        )
+        self.options = self._make_options()
+        self._members = [_Member(i) for i in range(max(1, self.config.num_learners))]
+        if self.is_remote:
+            self._start_actors()
+        self._coordinators: dict[str, Coordinator] = {}
+        self._last_replies: dict[str, Reply] = {}
+        self._start_consensus()
+        if len(self._members) == 1 and self.config.weight_sync == "admm":
+            logger.info("One learner: nothing has to agree, this is plain DQN on its own shard.")
+
+    # ---- Start-up -------------------------------------------------------------------
+
+    def _build_learner(self, index: int = 0) -> Any:
+        learner = self.config.learner_class(config=self.config, module_spec=self._module_spec)
+        learner._set_learner_index_and_placement_group(
+            learner_index=index, placement_group=self._placement_group
+        )
+        learner.build()
+        return learner
+
+    def _z_learner_lr(self, module_id: str) -> float:
+        return float(self._z_learner._get_optimizer_lr(self._z_learner._optimizer(module_id)))
+
+    @property
+    def _agrees(self) -> bool:
+        return self.config.num_learners > 1 and self.config.weight_sync == "admm"
+
+    def _make_options(self) -> ConsensusOptions:
+        c = self.config
+        if not self._agrees:
+            return ConsensusOptions.plain()
+        return ConsensusOptions(
+            over_relaxation=c.over_relaxation,
+            outer_momentum=c.outer_momentum,
+            outer_lr=c.outer_lr,
+            dual_updates=c.dual_updates,
+            bits=c.quantization_bits,
+            full_precision_every=c.full_precision_every,
+        )
+
+    def _rho0(self, module_id: str) -> float:
+        """Returns the penalty that the schedule's fraction multiplies."""
+        c = self.config
+        if not self._agrees:
+            return 0.0
+        scale = self._rho_scale[module_id]
+        if c.rho == "auto":
+            return float(c.rho_strength / (self._lr[module_id] * c.local_steps) * scale)
+        return float(c.rho)
+
+    def _actor_options(self) -> dict[str, Any]:
+        c = self.config
+        cpus = c.num_cpus_per_learner
+        if cpus == "auto":
+            cpus = 1 if c.num_gpus_per_learner == 0 else 0
+        options: dict[str, Any] = {
+            "num_cpus": cpus,
+            "num_gpus": max(0, c.num_gpus_per_learner),
+            "resources": c.custom_resources_per_learner or None,
+            "max_restarts": 0,
+        }
+        group = self._placement_group or ray.util.get_current_placement_group()
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        return options
+
+    def _make_actor(self, index: int) -> tuple[Any, Any]:
+        """Starts one learner process; returns its handle and a reference to its readiness."""
+        cls = ray.remote(**self._actor_options())(self.config.learner_class)
+        actor = cls.remote(config=self.config, module_spec=self._module_spec)
+        actor._set_learner_index_and_placement_group.remote(
+            learner_index=index, placement_group=self._placement_group
+        )
+        return actor, actor.build.remote()
+
+    def _start_actors(self) -> None:
+        started = [self._make_actor(member.index) for member in self._members]
+        for member, (actor, _) in zip(self._members, started, strict=True):
+            member.actor = actor
+        timeout = self.config.placement_timeout_s
+        try:
+            ray.get([ready for _, ready in started], timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            for member in self._members:
+                ray.kill(member.actor)
+            asked = {k: v for k, v in self._actor_options().items() if k.startswith("num_")}
+            raise PlacementError(
+                f"{len(self._members)} learners that ask for {asked} each were not up after "
+                f"placement_timeout_s={timeout:g} s; free in the cluster: "
+                f"{ray.available_resources()}. Ask for fewer learners, or for fractions: "
+                "config.learners(num_cpus_per_learner=0.5)."
+            ) from error
+        self._refresh_manager()
+
+    def _refresh_manager(self) -> None:
+        self._workers = [m.actor for m in self._members if m.actor is not None]
+        self._worker_manager = FaultTolerantActorManager(self._workers)
+
+    def _call(self, member: _Member, method: str, *args: Any) -> Any:
+        """Calls a method of a learner; returns a reference (remote) or the value (local)."""
+        if member.actor is None:
+            return getattr(self._z_learner, method)(*args)
+        return getattr(member.actor, method).remote(*args)
+
+    def _get(self, values: Sequence[Any]) -> list[Any]:
+        """Resolves what `_call` returned, within `round_timeout_s`."""
+        if self.is_local:
+            return list(values)
+        return list(ray.get(list(values), timeout=self.config.round_timeout_s))
+
+    def _threads(self) -> int | None:
+        cpus = self.config.num_cpus_per_learner
+        if self.is_local or self.config.num_gpus_per_learner:
+            return None
+        return max(1, int(1 if cpus == "auto" else cpus))
+
+    def _start_consensus(self) -> None:
+        """(Re)starts the consensus on all learners from the weights of `_z_learner`."""
+        c = self.config
+        self._coordinators = {}
+        names = [m.name for m in self._members]
+        if c.weight_sync == "ddp":
+            # Replicas are bit-equal, so one upload says it all.
+            names = names[:1]
+        for module_id, layout in self.layouts.items():
+            schedule = make_schedule(
+                c.rho_schedule,
+                decay_rounds=c.rho_decay_rounds,
+                final_fraction=c.rho_final_fraction,
+            )
+            z = self._z_learner.theta(module_id)
+            rho = self._rho0(module_id) * schedule.fraction
+            self._coordinators[module_id] = Coordinator(
+                z, self.options, layout.hash, schedule, names, rho
+            )
+        self._last_replies = {}
+        if self.is_remote:
+            state = ray.put(
+                self._z_learner.get_state(components=COMPONENT_RL_MODULE)[COMPONENT_RL_MODULE]
+            )
+            self._get([self._call(m, "set_module_state", state) for m in self._members])
+        rho0 = next(iter(self._coordinators.values())).rho if self._coordinators else 0.0
+        self._get(
+            [self._call(m, "join", m.name, rho0, self.options, self._threads())
+             for m in self._members]
+        )
+        for member in self._members:
+            member.replies, member.snapshots, member.norms = {}, {}, {}
+
+    # ---- Rounds ---------------------------------------------------------------------
+
+    @property
+    def round(self) -> int:
+        """Rounds completed."""
+        return min((c.consensus.round for c in self._coordinators.values()), default=0)
+
+    @property
+    def num_active(self) -> int:
+        """Learners that take part in the next round."""
+        return sum(m.building is None for m in self._members)
+
+    def z(self, module_id: str) -> torch.Tensor:
+        """Returns the consensus, shape (P,) (the coordinator's own tensor: do not change it)."""
+        return self._coordinators[module_id].consensus.z
+
+    def deliver(self, fragments: Mapping[int, Sequence[tuple[str, Any]]]) -> None:
+        """Addresses data to learners' shards; it travels with their next round.
+
+        Args:
+            fragments: Per learner index (source, reference to a list of episodes).
+        """
+        for index, parts in fragments.items():
+            self._members[index].fragments.extend(parts)
+
+    def start_round(self, *, env_steps: int, local_steps: int) -> PendingRound:
+        """Sets all learners to work on one round.
+
+        Args:
+            env_steps: Env steps sampled so far, for schedules.
+            local_steps: K; 0 settles the last round and takes in data only.
+        """
+        self._env_steps = env_steps
+        self._let_restarted_join()
+        requests, references = {}, {}
+        for member in self._members:
+            if member.building is not None:
+                continue
+            request = RoundRequest(
+                env_steps, local_steps, member.replies, member.snapshots, list(member.fragments)
+            )
+            self.bytes_down += sum(len(r.message) for r in member.replies.values())
+            self.bytes_down += sum(s.nbytes for s in member.snapshots.values())
+            requests[member.index] = request
+            if member.actor is not None:
+                method = "ddp_begin" if self._is_ddp(local_steps) else "run_round"
+                references[member.index] = self._call(member, method, request)
+        return PendingRound(requests, references, local_steps, time.perf_counter())
+
+    def finish_round(self, pending: PendingRound) -> RoundSummary:
+        """Waits for the learners, forms the new z, and returns what happened.
+
+        Raises:
+            LearnerFailure: If no learner is left, or one was restarted too often.
+        """
+        if self._is_ddp(pending.local_steps):
+            results = self._finish_ddp(pending)
+        elif self.is_local:
+            results = {0: self._z_learner.run_round(pending.requests[0])}
+        else:
+            results = self._collect(pending.references)
+        for index, result in results.items():
+            self._confirm(self._members[index], pending.requests[index], result)
+        return self._close(pending, results)
+
+    def _is_ddp(self, local_steps: int) -> bool:
+        return self.config.weight_sync == "ddp" and local_steps > 0
+
+    def _confirm(self, member: _Member, request: RoundRequest, result: RoundResult) -> None:
+        member.replies, member.snapshots = {}, {}
+        member.fragments = member.fragments[len(request.fragments) :]
+        member.norms = result.norms or member.norms
+        member.metric_scale = result.metric_scale or member.metric_scale
+        self.num_fragments_lost += result.fragments_lost
+        self._lr.update(result.lr)
+        if result.non_finite:
+            self.num_non_finite += 1
+            logger.warning(
+                "The parameters of %s (%s) were not finite: it was left out of the round and "
+                "starts again from z.", member.name, ", ".join(result.non_finite),
+            )
+        for module_id, reason in result.rejected.items():
+            self.num_messages_rejected += 1
+            logger.warning("%s could not apply a reply: %s", member.name, reason)
+            self._readmit(member, module_id)
+
+    def _readmit(self, member: _Member, module_id: str) -> None:
+        """Lets a learner that lost the thread start anew from z, keeping its dual."""
+        coordinator = self._coordinators[module_id]
+        dual = coordinator.dual(member.name)
+        coordinator.remove(member.name)
+        member.snapshots[module_id] = coordinator.add(member.name, dual)
+
+    def _collect(self, references: Mapping[int, Any]) -> dict[int, RoundResult]:
+        """Resolves the learners' answers within `round_timeout_s`; replaces the dead."""
+        results: dict[int, RoundResult] = {}
+        waiting = {reference: index for index, reference in references.items()}
+        deadline = time.monotonic() + self.config.round_timeout_s
+        while waiting:
+            ready, _ = ray.wait(
+                list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                break
+            index = waiting.pop(ready[0])
+            try:
+                results[index] = ray.get(ready[0])
+            except ray.exceptions.RayActorError as error:
+                self._replace(self._members[index], f"died: {error.__class__.__name__}")
+        for index in waiting.values():
+            timeout = self.config.round_timeout_s
+            self._replace(self._members[index], f"did not answer within {timeout:g} s")
+        if not results:
+            raise LearnerFailure(
+                f"No learner survived round {self.round}. The consensus is still held by this "
+                "process: save a checkpoint to keep it."
+            )
+        return dict(sorted(results.items()))
+
+    def _replace(self, member: _Member, reason: str) -> None:
+        member.restarts += 1
+        self.num_restarts += 1
+        if member.restarts > self.config.max_learner_restarts:
+            raise LearnerFailure(
+                f"{member.name} {reason}; it was restarted "
+                f"max_learner_restarts={self.config.max_learner_restarts} times already."
+            )
+        logger.warning(
+            "%s %s in round %d; its shard is lost, the others go on. Restart %d of %d.",
+            member.name, reason, self.round, member.restarts, self.config.max_learner_restarts,
+        )
+        ray.kill(member.actor)
+        for coordinator in self._coordinators.values():
+            coordinator.remove(member.name)
+        member.actor, member.building = self._make_actor(member.index)
+        member.replies, member.snapshots, member.norms = {}, {}, {}
+
+    def _let_restarted_join(self) -> None:
+        joined = False
+        for member in self._members:
+            if member.building is None:
+                continue
+            ready, _ = ray.wait([member.building], timeout=0)
+            if not ready:
+                continue
+            try:
+                ray.get(ready[0])
+                self._admit(member)
+            except ray.exceptions.RayActorError as error:
+                self._replace(member, f"died while starting: {error.__class__.__name__}")
+                continue
+            member.building = None
+            joined = True
+        if joined:
+            self._refresh_manager()
+
+    def _admit(self, member: _Member) -> None:
+        """Brings a new process up to the consensus; its first round starts from z."""
+        survivors = [m.name for m in self._members if m.building is None]
+        state = self._sync_z_learner(full=True)
+        ray.get(
+            [
+                self._call(member, "set_module_state", ray.put(state)),
+                self._call(member, "join", member.name, 0.0, self.options, self._threads()),
+            ],
+            timeout=self.config.round_timeout_s,
+        )
+        for module_id, coordinator in self._coordinators.items():
+            if self.config.weight_sync == "ddp":
+                member.snapshots[module_id] = coordinator.consensus.snapshot()
+                if member.name not in coordinator.learners and member.index == 0:
+                    coordinator.add(member.name)
+                continue
+            mean = coordinator.mean_dual(survivors)
+            if self.config.on_learner_failure == "mean_dual":
+                member.snapshots[module_id] = coordinator.add(member.name, mean)
+            else:
+                member.snapshots[module_id] = coordinator.add(member.name, None)
+                packed = _pack_vector(coordinator, mean)
+                for other in self._members:
+                    reply = other.replies.get(module_id)
+                    if other is not member and reply is not None:
+                        other.replies[module_id] = Reply(
+                            reply.message, reply.included, reply.rho, packed
+                        )
+
+    # ---- Closing a round ------------------------------------------------------------
+
+    def _close(self, pending: PendingRound, results: dict[int, RoundResult]) -> RoundSummary:
+        summary = RoundSummary([r.metrics for r in results.values() if r.metrics is not None])
+        if not pending.local_steps:
+            return summary
+        summary.gradient_steps = sum(r.gradient_steps for r in results.values())
+        self.gradient_steps += summary.gradient_steps
+        self._count_reference(summary.gradient_steps)
+        self._update_rho_scale()
+        norms: dict[str, list[LocalNorms]] = {}
+        for module_id, coordinator in self._coordinators.items():
+            for index, result in results.items():
+                name = self._members[index].name
+                if module_id in result.uploads and name in coordinator.learners:
+                    if module_id in self._members[index].snapshots:
+                        continue
+                    self._receive(coordinator, result.uploads[module_id], name)
+            norms[module_id] = [
+                m.norms[module_id] for m in self._members if module_id in m.norms
+            ]
+            reply = coordinator.close_round(self._rho0(module_id), norms[module_id])
+            self._last_replies[module_id] = reply
+            for index in results:
+                if module_id not in self._members[index].snapshots:
+                    self._members[index].replies[module_id] = reply
+        summary.consensus = self._metrics(norms, len(results))
+        return summary
+
+    def _receive(self, coordinator: Coordinator, upload: bytes, name: str) -> None:
+        if self.config.weight_sync == "admm":
+            self.bytes_up += len(upload)
+        try:
+            coordinator.receive(upload)
+        except (MessageError, NonFiniteError) as error:
+            self.num_messages_rejected += 1
+            logger.warning("The upload of %s was not counted: %s", name, error)
+
+    def _update_rho_scale(self) -> None:
+        for module_id in self._rho_scale:
+            scales = [m.metric_scale.get(module_id, 0.0) for m in self._members]
+            known = [s for s in scales if s > 0 and math.isfinite(s)]
+            if known:
+                self._rho_scale[module_id] = sum(known) / len(known)
+
+    def _count_reference(self, gradient_steps: int) -> None:
+        """Adds what fp32 ring all-reduce would have sent for the same gradient steps."""
+        n = len(self._members)
+        bytes_ = 4 * sum(layout.size for layout in self.layouts.values())
+        steps = gradient_steps / n
+        self._steps_per_learner += steps
+        self._reference_nic += steps * 4 * (n - 1) / n * bytes_
+        self._reference_wire += steps * 2 * (n - 1) * bytes_
+
+    def _metrics(
+        self, norms: Mapping[str, Sequence[LocalNorms]], active: int
+    ) -> dict[str, float]:
+        def total(values: list[float]) -> float:
+            return math.sqrt(sum(v * v for v in values))
+
+        primal, dual, dual_norm = [], [], []
+        for module_id, coordinator in self._coordinators.items():
+            residuals = coordinator.residuals(norms[module_id])
+            if residuals is not None:
+                primal.append(residuals.primal)
+                dual.append(residuals.dual)
+            duals = [n.dual for n in norms[module_id]]
+            if duals:
+                dual_norm.append(math.sqrt(sum(d * d for d in duals) / len(duals)))
+        n = len(self._members)
+        sent = self.bytes_up + self.bytes_down
+        rhos = [c.rho for c in self._coordinators.values()]
+        return {
+            "round": float(self.round),
+            "rho": sum(rhos) / max(1, len(rhos)),
+            "primal_residual": total(primal),
+            "dual_residual": total(dual),
+            "dual_norm": total(dual_norm),
+            "num_learners_active": float(active),
+            "gradient_steps_lifetime": float(self.gradient_steps),
+            "bytes_up_lifetime": float(self.bytes_up),
+            "bytes_down_lifetime": float(self.bytes_down),
+            "bytes_per_gradient_step": sent / max(1, self.gradient_steps),
+            "compression_per_nic": self._reference_nic / (sent / n) if sent else 0.0,
+            "compression_wire": self._reference_wire / sent if sent else 0.0,
+            "num_learner_restarts": float(self.num_restarts),
+            "num_messages_rejected": float(self.num_messages_rejected),
+            "num_fragments_lost": float(self.num_fragments_lost),
+            "num_non_finite": float(self.num_non_finite),
+        }
+
+    # ---- weight_sync="ddp" ----------------------------------------------------------
+
+    def _finish_ddp(self, pending: PendingRound) -> dict[int, RoundResult]:
+        """K synchronous steps: every learner's gradient, their mean, applied by all."""
+        if self.is_local:
+            begun = {0: self._z_learner.ddp_begin(pending.requests[0])}
+        else:
+            begun = self._collect(pending.references)
+        members = [self._members[i] for i in begun]
+        mean: Any = None
+        vector_bytes = 4 * sum(layout.size for layout in self.layouts.values())
+        for step in range(pending.local_steps):
+            last = step + 1 == pending.local_steps
+            gradients = self._get([self._call(m, "ddp_step", mean, last) for m in members])
+            averaged = _mean_gradients(gradients)
+            mean = averaged if self.is_local else ray.put(averaged)
+            if len(members) > 1:
+                self.bytes_up += vector_bytes * sum(bool(g) for g in gradients)
+                self.bytes_down += vector_bytes * len(members)
+        results = self._get(
+            [self._call(m, "ddp_end", mean, pending.requests[m.index]) for m in members]
+        )
+        for member, result in zip(members, results, strict=True):
+            result.norms = begun[member.index].norms
+            result.rejected = begun[member.index].rejected
+            result.fragments_lost = begun[member.index].fragments_lost
+        return {m.index: r for m, r in zip(members, results, strict=True)}
+
+    # ---- EnvRunners -----------------------------------------------------------------
+
+    def broadcast(self, held_round: int | None) -> Broadcast | None:
+        """Returns what brings an EnvRunner that holds `held_round` up to date.
+
+        Args:
+            held_round: The round that it holds; None if it holds nothing yet.
+
+        Returns:
+            A difference if it is one round behind, a keyframe if more, None if up to date.
+        """
+        now = self.round
+        if held_round == now:
+            return None
+        if held_round is not None and held_round == now - 1 and self._last_replies:
+            moves = {mid: reply.message for mid, reply in self._last_replies.items()}
+            return Broadcast(now, held_round, moves)
+        return Broadcast(
+            now,
+            None,
+            snapshots={mid: c.consensus.snapshot() for mid, c in self._coordinators.items()},
+            layouts=self.layouts,
+            options=self.options,
+        )
+
+    # ---- State ----------------------------------------------------------------------
+
+    def _sync_z_learner(self, *, full: bool) -> Any:
+        """Writes z into this process' learner; `full` also fetches the target networks."""
+        if self.is_remote and full:
+            for member in self._members:
+                if member.building is None:
+                    state = ray.get(
+                        member.actor.get_state.remote(components=COMPONENT_RL_MODULE),
+                        timeout=self.config.round_timeout_s,
+                    )
+                    self._z_learner.module.set_state(state[COMPONENT_RL_MODULE])
+                    break
+        for module_id, coordinator in self._coordinators.items():
+            self._z_learner.write_theta(module_id, coordinator.consensus.z)
+        return self._z_learner.module.get_state() if full else None
+
+    @override(LearnerGroup)
+    def get_state(
+        self,
+        components: str | Collection[str] | None = None,
+        *,
+        not_components: str | Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Returns z under `learner`, and (for checkpoints) the state of consensus and learners.
+
+        Args:
+            components: As in RLlib; additionally "consensus" and "local_states".
+            not_components: As in RLlib.
+            **kwargs: Passed on; `inference_only=True` leaves out target networks.
+        """
+        state: dict[str, Any] = {}
+        if self._check_component(COMPONENT_LEARNER, components, not_components):
+            self._sync_z_learner(full=not kwargs.get("inference_only", False))
+            state[COMPONENT_LEARNER] = self._z_learner.get_state(
+                components=self._get_subcomponents(COMPONENT_LEARNER, components),
+                not_components=self._get_subcomponents(COMPONENT_LEARNER, not_components),
+                **kwargs,
+            )
+        if self._check_component(COMPONENT_CONSENSUS, components, not_components):
+            state[COMPONENT_CONSENSUS] = {
+                "coordinators": {
+                    mid: _to_numpy(c.get_state()) for mid, c in self._coordinators.items()
+                },
+                "counters": {key: getattr(self, key) for key in _COUNTERS},
+                "lr": dict(self._lr),
+                "rho_scale": dict(self._rho_scale),
+            }
+        if self._check_component(COMPONENT_LOCAL_STATES, components, not_components):
+            state[COMPONENT_LOCAL_STATES] = self._local_states()
+        return state
+
+    def settle(self) -> None:
+        """Tells all learners the end of the last round, so that nothing is pending."""
+        self.finish_round(self.start_round(env_steps=self._env_steps, local_steps=0))
+
+    def _local_states(self) -> dict[str, Any]:
+        self.settle()
+        with_replay = bool(self.config.store_buffer_in_checkpoints)
+        members = [m for m in self._members if m.building is None]
+        references = [self._call(m, "get_local_state", with_replay) for m in members]
+        states = self._get(references)
+        return {m.name: s for m, s in zip(members, states, strict=True)}
+
+    @override(LearnerGroup)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores what `get_state` returned, onto the same or another number of learners.
+
+        With another number of learners (or without their states), all start from z with
+        zero duals and fresh optimizers.
+        """
+        if COMPONENT_LEARNER in state:
+            self._z_learner.set_state(state[COMPONENT_LEARNER])
+        self._start_consensus()
+        consensus = state.get(COMPONENT_CONSENSUS)
+        if consensus is None:
+            return
+        for key in _COUNTERS:
+            setattr(self, key, consensus["counters"][key])
+        self._lr.update(consensus["lr"])
+        self._rho_scale.update(consensus["rho_scale"])
+        locals_ = state.get(COMPONENT_LOCAL_STATES, {})
+        names = {m.name for m in self._members}
+        same = set(locals_) == names
+        for module_id, coordinator in self._coordinators.items():
+            saved = consensus["coordinators"].get(module_id)
+            if saved is None:
+                continue
+            if same:
+                coordinator.set_state(saved)
+                continue
+            fresh = coordinator.get_state()
+            coordinator.set_state(
+                {**saved, "z_bar": saved["z"], "h": dict.fromkeys(fresh["h"], saved["z"]),
+                 "weights": fresh["weights"], "dual_scale": 1.0}
+            )
+        for member in self._members:
+            member.snapshots = {
+                mid: c.consensus.snapshot(rho=c.rho) for mid, c in self._coordinators.items()
+            }
+        self.settle()
+        if same:
+            self._get(
+                [self._call(m, "set_local_state", locals_[m.name]) for m in self._members]
+            )
+        self._sync_z_learner(full=False)
+
+    @override(Checkpointable)
+    def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Restores from a checkpoint folder; a mere RLModule starts the consensus anew."""
+        super().restore_from_path(path, *args, **kwargs)
+        if kwargs.get("component") is not None:
+            self._start_consensus()
+
+    @override(LearnerGroup)
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """The learner component of a checkpoint is z, in a single learner's format."""
+        return [(COMPONENT_LEARNER, self._z_learner)]
+
+    @override(LearnerGroup)
+    def __len__(self) -> int:
+        """Number of remote learners, as in RLlib (0 for a local one)."""
+        return len(self._members) if self.is_remote else 0
+
+    @property
+    def num_shards(self) -> int:
+        """Number of replay shards, one per learner."""
+        return len(self._members)
+
+    def get_consensus_states(self, module_id: str) -> list[dict[str, np.ndarray]]:
+        """Returns theta, u, h and z of every learner, each of shape (P,)."""
+        return self._get([self._call(m, "consensus_state", module_id) for m in self._members])
+
+    def get_pids(self) -> list[int]:
+        """Returns the learners' process IDs."""
+        return self._get([self._call(m, "pid") for m in self._members])
+
+    @override(LearnerGroup)
+    def update(self, **kwargs: Any) -> list[Any]:
+        """Refused: learners learn from their own shards.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "ConsensusLearnerGroup has no update(batch): its learners own their data. Use "
+            "deliver(), start_round() and finish_round()."
+        )
+
+    @override(LearnerGroup)
+    def shutdown(self) -> None:
+        """Ends all learners' processes."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        for member in self._members:
+            if member.actor is not None:
+                ray.kill(member.actor)
+
+
+_COUNTERS = (
+    "bytes_up",
+    "bytes_down",
+    "gradient_steps",
+    "_env_steps",
+    "_steps_per_learner",
+    "_reference_nic",
+    "_reference_wire",
+    "num_restarts",
+    "num_messages_rejected",
+    "num_fragments_lost",
+    "num_non_finite",
+)
+
+
+def _to_numpy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().copy()
+    if isinstance(value, dict):
+        return {key: _to_numpy(item) for key, item in value.items()}
+    return value
+
+
+def _mean_gradients(gradients: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Averages gradients, (P,) per ModuleID, over the learners that have data for it."""
+    mean = {}
+    for module_id in sorted({mid for g in gradients for mid in g}):
+        parts = [g[module_id] for g in gradients if module_id in g]
+        mean[module_id] = sum(parts[1:], parts[0].copy()) / np.float32(len(parts))
+    return mean
+
+
+def _pack_vector(coordinator: Coordinator, vector: torch.Tensor) -> bytes:
+    snapshot = coordinator.consensus.snapshot(dual=vector).dual
+    assert snapshot is not None
+    return snapshot

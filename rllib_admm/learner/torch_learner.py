@@ -1,0 +1,808 @@
+"""The Learner of ADMMDQN: DQN's losses, a replay shard of its own, K local steps per call.
+
+Owns the RLlib side of one learner: which tensors take part in the consensus, minibatches,
+gradients, targets. The consensus' formulas are in `rllib_admm.consensus`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.rllib.algorithms.dqn.dqn_learner import (
+    QF_LOSS_KEY,
+    QF_MAX_KEY,
+    QF_MEAN_KEY,
+    QF_MIN_KEY,
+    TD_ERROR_MEAN_KEY,
+)
+from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
+from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.learner import Learner
+from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+from ray.rllib.core.rl_module.apis import TargetNetworkAPI
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
+from ray.rllib.utils.annotations import override
+from ray.rllib.utils.metrics import (
+    ALL_MODULES,
+    LAST_TARGET_UPDATE_TS,
+    MODULE_TRAIN_BATCH_SIZE_MEAN,
+    NUM_ENV_STEPS_SAMPLED_LIFETIME,
+    NUM_ENV_STEPS_TRAINED,
+    NUM_ENV_STEPS_TRAINED_LIFETIME,
+    NUM_MODULE_STEPS_TRAINED,
+    NUM_MODULE_STEPS_TRAINED_LIFETIME,
+    NUM_TARGET_UPDATES,
+    TD_ERROR_KEY,
+    WEIGHTS_SEQ_NO,
+)
+from torch import Tensor, nn
+
+from rllib_admm.consensus import (
+    Layout,
+    LocalNorms,
+    LocalState,
+    MessageError,
+    NonFiniteError,
+    Reply,
+    Snapshot,
+    adam_metric,
+    pull,
+)
+from rllib_admm.learner.replay import LearnerReplay
+from rllib_admm.replay import Sample
+
+NEXT_QF_PREDS = "qf_preds"
+
+
+@dataclass
+class RoundRequest:
+    """What the group asks of one learner in one round.
+
+    Attributes:
+        env_steps: Env steps sampled by all runners so far, for schedules.
+        local_steps: K; 0 only takes in data.
+        replies: Per ModuleID the coordinator's reply to this learner's last upload.
+        snapshots: Per ModuleID a consensus to start anew from (after `replies`).
+        fragments: References to lists of episodes for this learner's shard, with the name
+            of the EnvRunner that each came from.
+    """
+
+    env_steps: int
+    local_steps: int
+    replies: dict[str, Reply] = field(default_factory=dict)
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    fragments: list[tuple[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class RoundResult:
+    """What a learner answers.
+
+    Attributes:
+        uploads: Per ModuleID the packed upload of this round.
+        norms: Per ModuleID the norms of the *previous* round, which `replies` settled.
+        metrics: `MetricsLogger.reduce()`'s result of this learner.
+        gradient_steps: Minibatch gradients taken with data in this round.
+        lr: Learning rate per ModuleID at the end of the round.
+        metric_scale: Per ModuleID the mean of Adam's sqrt(v) + eps; 0 before its first step.
+        shard_steps: Transitions that this learner's shard holds.
+        fragments_lost: Fragments whose data died with their EnvRunner.
+        rejected: Per ModuleID why a reply could not be applied; that consensus is unchanged
+            and needs a snapshot.
+        non_finite: ModuleIDs whose parameters were not finite and were reset to z.
+        busy_s: Seconds of local steps.
+    """
+
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    norms: dict[str, LocalNorms] = field(default_factory=dict)
+    metrics: Any = None
+    gradient_steps: int = 0
+    lr: dict[str, float] = field(default_factory=dict)
+    metric_scale: dict[str, float] = field(default_factory=dict)
+    shard_steps: int = 0
+    fragments_lost: int = 0
+    rejected: dict[str, str] = field(default_factory=dict)
+    non_finite: list[str] = field(default_factory=list)
+    busy_s: float = 0.0
+
+
+class _MutedMetrics:
+    """Stands in for the MetricsLogger on all but a round's last step: one record per round."""
+
+    def log_value(self, *args: Any, **kwargs: Any) -> None:
+        """Logs nothing."""
+
+    log_dict = log_value
+
+
+@dataclass
+class _ModuleTensors:
+    """The tensors of one RLModule that take part in the consensus.
+
+    Attributes:
+        layout: Their layout.
+        params: The trainable parameters, in layout order.
+        targets: Pairs of (index into `params`, target network's parameter).
+        target_copies: Pairs (source, destination) of what the target networks only copy:
+            frozen parameters and buffers.
+    """
+
+    layout: Layout
+    params: list[Tensor]
+    targets: list[tuple[int, Tensor]]
+    target_copies: list[tuple[Tensor, Tensor]]
+
+
+class ADMMDQNTorchLearner(DQNTorchLearner):
+    """A DQN Learner that owns its data and agrees with others once per round.
+
+    One call of `run_round` settles the last round's reply, takes in new fragments, takes K
+    local proximal steps on minibatches from the own replay shard and returns one packed
+    upload per RLModule. Between calls nothing is in flight except that upload, which stays
+    pending until the next call brings its reply.
+
+    A subclass may override what any DQN Learner may (`compute_loss_for_module`,
+    `configure_optimizers_for_module`, `postprocess_gradients_for_module`, ...); the short
+    paths below step aside for every method that is overridden.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._consensus: dict[str, LocalState] = {}
+        self._tensors: dict[str, _ModuleTensors] = {}
+        self._last_target_update: dict[str, int] = {}
+        self._replay: LearnerReplay | None = None
+        self._muted = _MutedMetrics()
+        self._anchors: dict[str, list[Tensor]] = {}
+        self._ddp_weight = 0.0
+
+    # ---- Building -------------------------------------------------------------------
+
+    @property
+    @override(Learner)
+    def distributed(self) -> bool:
+        """False: there is no torch process group, whatever `num_learners` is."""
+        return False
+
+    @override(TorchLearner)
+    def _make_modules_ddp_if_necessary(self) -> None:
+        """Does nothing: learners agree on parameters, not on every gradient."""
+
+    @override(DQNTorchLearner)
+    def build(self) -> None:
+        """Builds module, optimizers, target networks, layouts and the empty shard.
+
+        Raises:
+            ValueError: If a module holds what the consensus can not carry (buffers).
+        """
+        if self._is_built:
+            return
+        super().build()
+        self._register_tensors()
+        self._replay = LearnerReplay(
+            self.config,
+            stateful=[mid for mid in self.module.keys() if self.module[mid].is_stateful()],
+            seed=None if self.config.seed is None else self.config.seed + 7919 * self._learner_index,
+        )
+
+    @override(DQNTorchLearner)
+    def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
+        """Registers Adam, as DQN does, in torch's fused implementation."""
+        params = self.get_parameters(self._module[module_id])
+        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+        self.register_optimizer(
+            module_id=module_id,
+            optimizer=torch.optim.Adam(params, eps=config.adam_epsilon, fused=fused),
+            params=params,
+            lr_or_lr_schedule=config.lr,
+        )
+
+    def _register_tensors(self) -> None:
+        self._tensors.clear()
+        for module_id in self.module.keys():
+            module = self.module[module_id]
+            if not isinstance(module, nn.Module) or not self.should_module_be_updated(module_id):
+                continue
+            self._tensors[module_id] = _module_tensors(module_id, module, self._params)
+            self._last_target_update.setdefault(module_id, 0)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Per ModuleID to be trained, the layout of what is agreed on."""
+        return {mid: tensors.layout for mid, tensors in self._tensors.items()}
+
+    def theta(self, module_id: str) -> Tensor:
+        """Returns a copy of the local parameters, shape (P,)."""
+        tensors = self._tensors[module_id]
+        return tensors.layout.flatten(tensors.params)
+
+    def write_theta(self, module_id: str, theta: Tensor) -> None:
+        """Sets the local parameters from `theta`, shape (P,)."""
+        tensors = self._tensors[module_id]
+        tensors.layout.write(theta, tensors.params)
+
+    def join(self, name: str, rho: float, options: Any, num_threads: int | None = None) -> None:
+        """Makes this learner `name` in a consensus that starts from its present parameters."""
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._consensus = {
+            mid: LocalState(name, self.theta(mid), options, layout.hash, rho)
+            for mid, layout in self.layouts.items()
+        }
+
+    # ---- One round ------------------------------------------------------------------
+
+    def run_round(self, request: RoundRequest) -> RoundResult:
+        """Settles the last round, takes in data, takes K local steps, uploads.
+
+        Args:
+            request: See `RoundRequest`.
+
+        Raises:
+            ReplayDataError: If a fragment holds data that must not be learned from.
+        """
+        result = RoundResult()
+        self._begin(request, result)
+        if request.local_steps:
+            steps = self._local_steps(request, result)
+            for module_id, state in self._consensus.items():
+                weight = float(steps.get(module_id, 0))
+                result.metric_scale[module_id] = self._metric_scale(module_id)
+                result.uploads[module_id] = self._upload(module_id, state, weight, result)
+        self._finish(request, result)
+        return result
+
+    def _begin(self, request: RoundRequest, result: RoundResult) -> None:
+        assert self._replay is not None
+        for module_id, reply in request.replies.items():
+            state = self._consensus[module_id]
+            theta = self.theta(module_id)
+            had_data = state.pending is not None and state.pending.weight > 0
+            try:
+                result.norms[module_id] = state.complete(reply, theta)
+            except MessageError as error:
+                result.rejected[module_id] = str(error)
+                continue
+            if self.config.local_start == "z" or not had_data:
+                self.write_theta(module_id, state.consensus.z)
+        for module_id, snapshot in request.snapshots.items():
+            state = self._consensus[module_id]
+            state.load(snapshot)
+            self.write_theta(module_id, state.consensus.z)
+        self._update_targets(request.env_steps)
+        for source, reference in request.fragments:
+            try:
+                episodes = ray.get(reference) if isinstance(reference, ray.ObjectRef) else reference
+            except ray.exceptions.RayError:
+                # The fragment died with the EnvRunner that held it: nobody else has it.
+                result.fragments_lost += 1
+                continue
+            self._replay.add(episodes, source=source)
+
+    def _finish(self, request: RoundRequest, result: RoundResult) -> None:
+        assert self._replay is not None
+        if request.local_steps:
+            self._weights_seq_no += 1
+            result.metrics = self.metrics.reduce()
+        for module_id in self._tensors:
+            result.lr[module_id] = float(self._get_optimizer_lr(self._optimizer(module_id)))
+        result.shard_steps = len(self._replay)
+
+    def _upload(
+        self, module_id: str, state: LocalState, weight: float, result: RoundResult
+    ) -> bytes:
+        try:
+            return state.upload(self.theta(module_id), weight)
+        except NonFiniteError:
+            self._reset_to_z(module_id, state)
+            result.non_finite.append(module_id)
+            return state.upload(state.consensus.z, 0.0)
+
+    def _reset_to_z(self, module_id: str, state: LocalState) -> None:
+        # Adam's moments saw what made theta non-finite, so they start anew as well.
+        self.write_theta(module_id, state.consensus.z)
+        for _, optimizer in self.get_optimizers_for_module(module_id):
+            optimizer.state.clear()
+
+    def _optimizer(self, module_id: str) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.get_optimizers_for_module(module_id)[0][1]
+        return optimizer
+
+    # ---- Local steps ----------------------------------------------------------------
+
+    def _local_steps(self, request: RoundRequest, result: RoundResult) -> dict[str, int]:
+        """Takes K local steps; returns per ModuleID how many of them had data."""
+        timesteps = {NUM_ENV_STEPS_SAMPLED_LIFETIME: request.env_steps}
+        self.before_gradient_based_update(timesteps=timesteps)
+        self._anchors = {
+            mid: self._tensors[mid].layout.views(state.anchor().to(self._device or "cpu"))
+            for mid, state in self._consensus.items()
+            if state.rho > 0
+        }
+        began = time.perf_counter()
+        logger, steps = self.metrics, dict.fromkeys(self._tensors, 0)
+        try:
+            for k in range(request.local_steps):
+                if k + 1 < request.local_steps:
+                    self.metrics = self._muted
+                else:
+                    self.metrics = logger
+                for module_id in self._gradients():
+                    steps[module_id] += 1
+                self._apply(self._anchors)
+        finally:
+            self.metrics = logger
+            self._anchors = {}
+        result.busy_s = time.perf_counter() - began
+        result.gradient_steps = max(steps.values(), default=0)
+        self._log_round(steps, timesteps)
+        return steps
+
+    def _gradients(self) -> list[str]:
+        """Computes one minibatch gradient into every `.grad`; returns the modules with data."""
+        assert self._replay is not None
+        if self._replay.needs_pipeline(self):
+            batch, samples = self._pipeline_batch()
+        else:
+            samples = self._replay.sample(self._tensors)
+            batch = {mid: self._columns(mid, sample) for mid, sample in samples.items()}
+        if not batch:
+            return []
+        for module_id in batch:
+            for _, optimizer in self.get_optimizers_for_module(module_id):
+                optimizer.zero_grad(set_to_none=True)
+        losses, td_errors = self._losses(batch)
+        total = sum(losses.values())
+        assert isinstance(total, Tensor)
+        total.backward()  # type: ignore[no-untyped-call]
+        for module_id, loss in losses.items():
+            self.metrics.log_value((module_id, self.TOTAL_LOSS_KEY), loss.detach(), window=1)
+        for module_id, errors in td_errors.items():
+            self._replay.update_priorities(module_id, samples[module_id], errors)
+        return list(batch)
+
+    def _columns(self, module_id: str, sample: Sample) -> dict[str, Any]:
+        """Returns `sample` as the batch that DQN's learner pipeline would have made, (B, ...)."""
+
+        def tensor(array: Any) -> Any:
+            if isinstance(array, np.ndarray):
+                t = torch.from_numpy(array)
+                return t if self._device is None or self._device.type == "cpu" else t.to(self._device)
+            if isinstance(array, Mapping):
+                return {key: tensor(value) for key, value in array.items()}
+            return type(array)(tensor(value) for value in array)
+
+        return {
+            Columns.OBS: tensor(sample.obs),
+            Columns.NEXT_OBS: tensor(sample.next_obs),
+            Columns.ACTIONS: tensor(sample.actions),
+            Columns.REWARDS: tensor(sample.rewards),
+            Columns.TERMINATEDS: tensor(sample.terminateds),
+            Columns.TRUNCATEDS: tensor(sample.truncateds),
+            "weights": tensor(sample.weights),
+            "n_step": tensor(sample.n_step),
+        }
+
+    def _pipeline_batch(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Runs the user's learner connector pipeline on episodes rebuilt from the shard."""
+        assert self._replay is not None
+        samples, episodes = self._replay.sample_episodes(self._tensors)
+        if not episodes:
+            return {}, {}
+        shared: dict[str, Any] = {}
+        columns = self._learner_connector(
+            rl_module=self.module,
+            batch={},
+            episodes=episodes,
+            shared_data=shared,
+            metrics=self.metrics,
+        )
+        batch = MultiAgentBatch(
+            {mid: SampleBatch(data) for mid, data in columns.items()},
+            env_steps=sum(len(e) for e in episodes),
+        )
+        converted = self._convert_batch_type(batch).policy_batches
+        return {mid: converted[mid] for mid in samples if mid in converted}, samples
+
+    def _losses(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns per ModuleID the loss and the absolute TD errors, shape (B,)."""
+        losses: dict[str, Tensor] = {}
+        errors: dict[str, Tensor] = {}
+        general: dict[str, Any] = {}
+        for module_id, columns in batch.items():
+            module = self.module[module_id]
+            if self._is_plain_q_learning(module) and Columns.LOSS_MASK not in columns:
+                losses[module_id], errors[module_id] = self._q_learning_loss(
+                    module_id, module, columns
+                )
+            else:
+                general[module_id] = columns
+        if general:
+            captured = _CapturingMetrics(self.metrics)
+            logger, self.metrics = self.metrics, captured
+            try:
+                fwd_out = self.module.forward_train(general)
+                losses.update(self.compute_losses(fwd_out=fwd_out, batch=general))
+            finally:
+                self.metrics = logger
+            errors.update(captured.td_errors)
+        return losses, errors
+
+    def _is_plain_q_learning(self, module: RLModule) -> bool:
+        cls = type(self)
+        return (
+            isinstance(module, DefaultDQNTorchRLModule)
+            and type(module)._forward_train is DefaultDQNTorchRLModule._forward_train
+            and type(module).forward_train is DefaultDQNTorchRLModule.forward_train
+            and module.num_atoms <= 1
+            and cls.compute_loss_for_module is DQNTorchLearner.compute_loss_for_module
+            and cls.compute_losses is DQNTorchLearner.compute_losses
+        )
+
+    def _q_learning_loss(
+        self, module_id: str, module: Any, batch: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """DQNTorchLearner's expectation loss without what no gradient flows through.
+
+        Stock DQN forwards obs and next_obs in one concatenated pass and back-propagates
+        through both halves; only the first half has a gradient. The value is the same.
+        """
+        config = self.config.get_config_for_module(module_id)
+        next_batch = {Columns.OBS: batch[Columns.NEXT_OBS]}
+        with torch.no_grad():
+            target_next = module.forward_target(next_batch)[NEXT_QF_PREDS]
+            if config.double_q:
+                best = module.compute_q_values(next_batch)[NEXT_QF_PREDS].argmax(-1, keepdim=True)
+            else:
+                best = target_next.argmax(-1, keepdim=True)
+            q_next = target_next.gather(-1, best).squeeze(-1)
+            live = torch.logical_not(batch[Columns.TERMINATEDS])
+            target = batch[Columns.REWARDS] + config.gamma ** batch["n_step"] * (q_next * live)
+        q_values = module.compute_q_values({Columns.OBS: batch[Columns.OBS]})[NEXT_QF_PREDS]
+        actions = batch[Columns.ACTIONS]
+        q_selected = q_values.gather(-1, actions.view(-1, 1).long()).squeeze(-1)
+        if config.td_error_loss_fn == "huber":
+            loss_fn = nn.functional.huber_loss
+        else:
+            loss_fn = nn.functional.mse_loss
+        loss = (batch["weights"] * loss_fn(q_selected, target, reduction="none")).mean()
+        td_error = (q_selected.detach() - target).abs_()
+        if self.metrics is not self._muted:
+            q = q_selected.detach()
+            self.metrics.log_dict(
+                {
+                    QF_LOSS_KEY: loss.detach(),
+                    QF_MEAN_KEY: q.mean(),
+                    QF_MAX_KEY: q.max(),
+                    QF_MIN_KEY: q.min(),
+                    TD_ERROR_MEAN_KEY: td_error.mean(),
+                },
+                key=module_id,
+                window=1,
+            )
+        return loss, td_error
+
+    def _apply(self, anchors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Clips, steps every optimizer, then pulls towards z - u."""
+        if self._uses_stock_updates():
+            gradients = {p: p.grad for p in self._params.values() if p.grad is not None}
+            self.apply_gradients(self.postprocess_gradients(gradients))
+        else:
+            for module_id, tensors in self._tensors.items():
+                self._clip(module_id, tensors.params)
+                for _, optimizer in self.get_optimizers_for_module(module_id):
+                    optimizer.step()
+        if self._lr_schedulers:
+            super().after_gradient_based_update(timesteps={})
+        for module_id, anchor in anchors.items():
+            self._pull(module_id, anchor)
+
+    def _uses_stock_updates(self) -> bool:
+        cls = type(self)
+        return (
+            self._grad_scalers is not None
+            or self._lr_scheduler_classes is not None
+            or cls.postprocess_gradients is not Learner.postprocess_gradients
+            or cls.postprocess_gradients_for_module is not Learner.postprocess_gradients_for_module
+            or cls.apply_gradients is not TorchLearner.apply_gradients
+        )
+
+    def _clip(self, module_id: str, params: Sequence[Tensor]) -> None:
+        config = self.config.get_config_for_module(module_id)
+        if config.grad_clip is None and not config.log_gradients:
+            return
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads:
+            return
+        if config.grad_clip is not None and config.grad_clip_by == "value":
+            for grad in grads:
+                grad.clamp_(-config.grad_clip, config.grad_clip)
+        elif config.grad_clip is not None and config.grad_clip_by == "norm":
+            for grad, norm in zip(grads, torch._foreach_norm(grads), strict=True):
+                if norm > config.grad_clip:
+                    grad.mul_(config.grad_clip / norm)
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        if config.grad_clip is not None and config.grad_clip_by == "global_norm":
+            scale = config.grad_clip / torch.clamp(norm + 1e-6, min=config.grad_clip)
+            torch._foreach_mul_(grads, scale)
+        if self.metrics is not self._muted:
+            name = f"gradients_{self.get_optimizers_for_module(module_id)[0][0]}_global_norm"
+            self.metrics.log_value((module_id, name), norm, window=1)
+
+    def _pull(self, module_id: str, anchors: Sequence[Tensor]) -> None:
+        state, tensors = self._consensus[module_id], self._tensors[module_id]
+        optimizer = self._optimizer(module_id)
+        lr_rho = float(self._get_optimizer_lr(optimizer)) * state.rho
+        metric = None
+        if self.config.proximal_metric == "adam":
+            metric = self._adam_metric(optimizer, tensors.params)
+            if metric is None:
+                return
+        pull(tensors.params, anchors, lr_rho, metric)
+
+    def _adam_metric(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        states = [optimizer.state.get(p) for p in params]
+        if any(not s or "exp_avg_sq" not in s for s in states):
+            return None
+        group = optimizer.param_groups[0]
+        return adam_metric(
+            [s["exp_avg_sq"] for s in states if s],
+            float(states[0]["step"]) if states[0] else 1.0,
+            group["betas"][1],
+            group["eps"],
+        )
+
+    def _metric_scale(self, module_id: str) -> float:
+        if self.config.proximal_metric != "adam":
+            return 1.0
+        params = self._tensors[module_id].params
+        metric = self._adam_metric(self._optimizer(module_id), params)
+        if metric is None:
+            return 0.0
+        total = sum(float(m.reciprocal().sum()) for m in metric)
+        return total / sum(m.numel() for m in metric)
+
+    # ---- Targets, metrics -----------------------------------------------------------
+
+    @torch.no_grad()
+    def _update_targets(self, env_steps: int) -> None:
+        """Moves the target networks towards z by as many steps as have come due.
+
+        The Bellman target belongs to the consensus: it is the same on every learner and is
+        never communicated. Within a round z stands still, so that n due updates of
+        `tau` are one of 1 - (1 - tau)^n.
+        """
+        for module_id, tensors in self._tensors.items():
+            config = self.config.get_config_for_module(module_id)
+            elapsed = env_steps - self._last_target_update[module_id]
+            due = elapsed // max(1, config.target_network_update_freq)
+            if due < 1 or not tensors.targets:
+                continue
+            tau = 1.0 - (1.0 - config.tau) ** due
+            z = self._consensus[module_id].consensus.z if self._consensus else self.theta(module_id)
+            views = tensors.layout.views(z)
+            for index, target in tensors.targets:
+                target.lerp_(views[index].to(target.device), tau)
+            for source, target in tensors.target_copies:
+                target.copy_(source)
+            self._last_target_update[module_id] = env_steps
+            self.metrics.log_value((module_id, NUM_TARGET_UPDATES), due, reduce="lifetime_sum")
+            self.metrics.log_value((module_id, LAST_TARGET_UPDATE_TS), env_steps, reduce="max")
+
+    @override(DQNTorchLearner)
+    def after_gradient_based_update(self, *, timesteps: dict[str, Any]) -> None:
+        """Updates learning rates; target networks follow z in `run_round`, not theta here."""
+        TorchLearner.after_gradient_based_update(self, timesteps=timesteps)
+
+    def _log_round(self, steps: Mapping[str, int], timesteps: dict[str, Any]) -> None:
+        """Logs what stock DQN logs per update, once per round."""
+        total = 0
+        for module_id, count in steps.items():
+            batch_size = self.config.get_config_for_module(module_id).train_batch_size_per_learner
+            rows = count * batch_size
+            total += rows
+            if not count:
+                continue
+            log = self.metrics.log_value
+            log((module_id, WEIGHTS_SEQ_NO), self._weights_seq_no + 1, window=1)
+            log((module_id, MODULE_TRAIN_BATCH_SIZE_MEAN), batch_size, reduce="mean")
+            log((module_id, NUM_MODULE_STEPS_TRAINED), rows, reduce="sum")
+            log(
+                (module_id, NUM_MODULE_STEPS_TRAINED_LIFETIME),
+                rows,
+                reduce="lifetime_sum",
+                with_throughput=True,
+            )
+        for key in (NUM_MODULE_STEPS_TRAINED, NUM_ENV_STEPS_TRAINED):
+            self.metrics.log_value(
+                (ALL_MODULES, key), total, reduce="sum", with_throughput=True
+            )
+        for key in (NUM_MODULE_STEPS_TRAINED_LIFETIME, NUM_ENV_STEPS_TRAINED_LIFETIME):
+            self.metrics.log_value(
+                (ALL_MODULES, key), total, reduce="lifetime_sum", with_throughput=True
+            )
+        if not self._lr_schedulers:
+            self.after_gradient_based_update(timesteps=timesteps)
+
+    # ---- weight_sync="ddp": gradients averaged on every step ---------------------------
+
+    def ddp_begin(self, request: RoundRequest) -> RoundResult:
+        """Like the first half of `run_round`: data in, targets on schedule."""
+        result = RoundResult()
+        self._begin(request, result)
+        self._finish(RoundRequest(request.env_steps, 0), result)
+        return result
+
+    def ddp_step(self, mean: dict[str, np.ndarray] | None, last: bool) -> dict[str, np.ndarray]:
+        """Applies the last step's mean gradient, then computes the next gradient.
+
+        Args:
+            mean: Per ModuleID the mean gradient of the last step, float32, shape (P,).
+            last: Whether this is the round's last gradient (its metrics are logged).
+
+        Returns:
+            Per ModuleID this learner's gradient, shape (P,); empty without data.
+        """
+        if mean is not None:
+            self.ddp_apply(mean)
+        logger = self.metrics
+        if not last:
+            self.metrics = self._muted
+        try:
+            with_data = self._gradients()
+        finally:
+            self.metrics = logger
+        self._ddp_weight += bool(with_data)
+        gradients = {}
+        for module_id in with_data:
+            tensors = self._tensors[module_id]
+            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in tensors.params)
+            gradients[module_id] = tensors.layout.flatten(grads).numpy()
+        return gradients
+
+    def ddp_apply(self, mean: dict[str, np.ndarray]) -> None:
+        """Applies a mean gradient, shape (P,) per ModuleID."""
+        for module_id, tensors in self._tensors.items():
+            if module_id not in mean:
+                for p in tensors.params:
+                    p.grad = None
+                continue
+            flat = torch.from_numpy(np.array(mean[module_id]))
+            for p, view in zip(tensors.params, tensors.layout.views(flat), strict=True):
+                p.grad = view.to(p.device)
+        self._apply({})
+
+    def ddp_end(self, mean: dict[str, np.ndarray] | None, request: RoundRequest) -> RoundResult:
+        """Applies the round's last mean gradient and uploads the (common) parameters."""
+        result = RoundResult()
+        if mean is not None:
+            self.ddp_apply(mean)
+        steps = int(self._ddp_weight)
+        self._ddp_weight = 0.0
+        self._log_round(
+            dict.fromkeys(self._tensors, steps),
+            {NUM_ENV_STEPS_SAMPLED_LIFETIME: request.env_steps},
+        )
+        result.gradient_steps = steps
+        for module_id, state in self._consensus.items():
+            result.uploads[module_id] = self._upload(module_id, state, float(steps), result)
+        self._finish(request, result)
+        return result
+
+    # ---- State ------------------------------------------------------------------------
+
+    def get_local_state(self, with_replay: bool) -> dict[str, Any]:
+        """Returns what only this learner holds: theta, u, h, optimizer, targets, RNG, replay."""
+        assert self._replay is not None
+        return {
+            "theta": {mid: self.theta(mid).numpy() for mid in self._tensors},
+            "consensus": {
+                mid: {k: v.numpy() if isinstance(v, Tensor) else v for k, v in s.get_state().items()}
+                for mid, s in self._consensus.items()
+            },
+            "round": {mid: s.consensus.round for mid, s in self._consensus.items()},
+            "optimizer": self._get_optimizer_state(),
+            "last_target_update": dict(self._last_target_update),
+            "weights_seq_no": self._weights_seq_no,
+            "torch_rng": torch.get_rng_state().numpy(),
+            "replay": self._replay.get_state(with_rows=with_replay),
+        }
+
+    def set_local_state(self, state: dict[str, Any]) -> None:
+        """Restores what `get_local_state` returned."""
+        assert self._replay is not None
+        for module_id, theta in state["theta"].items():
+            self.write_theta(module_id, torch.from_numpy(np.array(theta)))
+        for module_id, local in state["consensus"].items():
+            self._consensus[module_id].set_state(local)
+        self._set_optimizer_state(state["optimizer"])
+        self._last_target_update.update(state["last_target_update"])
+        self._weights_seq_no = state["weights_seq_no"]
+        torch.set_rng_state(torch.from_numpy(np.array(state["torch_rng"])))
+        self._replay.set_state(state["replay"])
+
+    def set_module_state(self, state: dict[str, Any]) -> None:
+        """Sets all RLModules' weights, target networks included."""
+        self.module.set_state(state)
+
+    @override(DQNTorchLearner)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores `state`, also one that is older than the present weights."""
+        # RLlib keeps the newer weights silently; restoring an earlier state must restore it.
+        self._weights_seq_no = 0
+        super().set_state(state)
+
+    def consensus_state(self, module_id: str) -> dict[str, np.ndarray]:
+        """Returns copies of theta, u, h and z, each of shape (P,), for inspection."""
+        state = self._consensus[module_id]
+        return {
+            "theta": self.theta(module_id).numpy(),
+            "u": state.u.numpy().copy(),
+            "h": state.h.numpy().copy(),
+            "z": state.consensus.z.numpy().copy(),
+        }
+
+    def pid(self) -> int:
+        """Returns this process' ID."""
+        import os
+
+        return os.getpid()
+
+
+class _CapturingMetrics:
+    """Hands everything on to a logger but keeps the TD errors that DQN's loss logs."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.td_errors: dict[str, Tensor] = {}
+
+    def log_value(self, key: Any, value: Any, **kwargs: Any) -> None:
+        if isinstance(key, tuple) and key[-1] == TD_ERROR_KEY:
+            self.td_errors[key[0]] = value.detach()
+        else:
+            self._logger.log_value(key, value, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+def _module_tensors(module_id: str, module: Any, trained: Mapping[Any, Any]) -> _ModuleTensors:
+    """Finds which tensors of `module` the optimizers train and which targets follow them."""
+    named = {n: p for n, p in module.named_parameters() if p in trained and p.requires_grad}
+    targets: list[tuple[int, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    position = {id(p): i for i, p in enumerate(named.values())}
+    if isinstance(module, TargetNetworkAPI):
+        for main, target in module.get_target_network_pairs():
+            for p, t in zip(main.parameters(), target.parameters(), strict=True):
+                if id(p) in position:
+                    targets.append((position[id(p)], t))
+                else:
+                    copies.append((p, t))
+            for b, t in zip(main.buffers(), target.buffers(), strict=True):
+                copies.append((b, t))
+    # Other buffers are constants of RLlib's heads; running statistics would drift apart.
+    running = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    if running:
+        raise ValueError(
+            f"RLModule {module_id!r} keeps running statistics ({', '.join(running[:4])}): ADMMDQN "
+            "agrees on parameters only. Use LayerNorm in place of BatchNorm, or "
+            "track_running_stats=False."
+        )
+    return _ModuleTensors(Layout.of(named), list(named.values()), targets, copies)
