@@ -135,6 +135,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    for name in ("learners", "rounds", "local_steps", "size", "rows"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.drop < 1:
+        parser.error("--drop must be in [0, 1)")
     errors = run(
         Problem.heterogeneous(args.learners, args.size, args.rows, args.seed),
         ConsensusOptions(

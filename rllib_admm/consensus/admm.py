@@ -18,6 +18,7 @@ Knows no networks, no optimizers beyond a per-element step size, no Ray.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,40 @@ from torch import Tensor
 from rllib_admm.consensus.errors import ConsensusError, MessageError, NonFiniteError
 from rllib_admm.consensus.message import Kind, Message, pack, unpack
 from rllib_admm.consensus.penalty import PenaltySchedule, Residuals
-from rllib_admm.consensus.quantization import decode, encode
+from rllib_admm.consensus.quantization import SUPPORTED_BITS, decode, encode
 
 COORDINATOR = "coordinator"
+
+
+def _finite(vector: Tensor, what: str, error: type[ConsensusError] = NonFiniteError) -> Tensor:
+    if not torch.isfinite(vector).all():
+        raise error(f"{what} holds non-finite values.")
+    return vector
+
+
+def _vector_like(z: Tensor, message: Message, what: str) -> Tensor:
+    # The length is known before anything is decoded.
+    e = message.encoded
+    if e is not None and (e.count != z.numel() or e.dtype != z.dtype):
+        raise MessageError(
+            f"{what} carries {e.count} {e.dtype} values, this end holds {z.numel()} {z.dtype}."
+        )
+    return message.vector()
+
+
+def _restored(z: Tensor, saved: Any, what: str) -> Tensor:
+    vector = torch.as_tensor(saved)
+    if vector.shape != z.shape or vector.dtype != z.dtype:
+        raise ConsensusError(
+            f"The saved {what} is {tuple(vector.shape)} {vector.dtype}, this end holds "
+            f"{tuple(z.shape)} {z.dtype}."
+        )
+    return vector.clone()
+
+
+def _check_rho(rho: float, what: str) -> None:
+    if not 0 <= rho < math.inf:
+        raise MessageError(f"{what} names rho={rho}, which must be finite and not negative.")
 
 
 @dataclass(frozen=True)
@@ -39,13 +71,16 @@ class ConsensusOptions:
 
     Attributes:
         over_relaxation: alpha in (0, 2); above 1 lets agreement move further per round. In
-            force only together with a dual (rho > 0).
+            force only together with a dual (rho > 0 and `dual_updates`).
         outer_momentum: mu in [0, 1) of the Nesterov outer step on z; 0 means none.
         outer_lr: Step size of the outer step; 1 means z <- z_bar.
         dual_updates: Whether duals are kept at all (False: proximal averaging).
         bits: Bits per element of a difference, one of 32, 16, 8, 4.
         full_precision_every: Every that many rounds both directions carry the values
             themselves, uncompressed; 1 means always, 0 never.
+
+    Raises:
+        ValueError: If an option is out of its range.
     """
 
     over_relaxation: float = 1.0
@@ -54,6 +89,17 @@ class ConsensusOptions:
     dual_updates: bool = True
     bits: int = 8
     full_precision_every: int = 5
+
+    def __post_init__(self) -> None:
+        for name, allowed, text in (
+            ("over_relaxation", 0 < self.over_relaxation < 2, "in (0, 2)"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "in [0, 1)"),
+            ("outer_lr", 0 < self.outer_lr < math.inf, "positive and finite"),
+            ("bits", self.bits in SUPPORTED_BITS, f"one of {SUPPORTED_BITS}"),
+            ("full_precision_every", self.full_precision_every >= 0, "0 or more"),
+        ):
+            if not allowed:
+                raise ValueError(f"{name} must be {text}, not {getattr(self, name)!r}.")
 
     def is_keyframe(self, round_: int) -> bool:
         """Returns whether round `round_` (0 is the first) goes uncompressed."""
@@ -73,7 +119,8 @@ class Reply:
         message: The packed move of z.
         included: Names of the learners whose uploads of this round were counted.
         rho: The penalty in force from here on; 0 means no pull and no dual.
-        recentre: A packed vector to subtract from every dual, or None.
+        recentre: A packed keyframe to subtract from every dual, or None; like
+            `Coordinator.dual` after the round, scaled by `rho`.
     """
 
     message: bytes
@@ -123,42 +170,53 @@ class Consensus:
     def read(self, data: bytes) -> Tensor:
         """Returns the z_bar, shape (P,), that a packed move of this round leads to.
 
+        A keyframe must be of this round as well: an end that missed a round also missed the
+        outer step's velocity, and needs a `Snapshot`.
+
         Raises:
-            MessageError: If the message is broken or does not follow on this state, which
-                is unchanged then.
+            MessageError: If the message is broken, does not follow on this state, or leads
+                to a z_bar that is not finite. The state is unchanged then.
         """
         message = unpack(data, layout_hash=self.layout_hash, origin="The consensus message")
-        if message.kind is not Kind.KEYFRAME and message.base_round != self.round:
+        if message.round != self.round or message.base_round != self.round:
             raise MessageError(
                 f"The consensus message of round {message.round} continues round "
-                f"{message.base_round}, but this end holds round {self.round}: it needs a keyframe."
+                f"{message.base_round}, but this end holds round {self.round}: it needs a keyframe "
+                "(Consensus.snapshot)."
             )
         if message.kind is Kind.UNCHANGED:
             return self.z.clone()
-        vector = message.vector()
-        if vector.numel() != self.z.numel() or vector.dtype != self.z.dtype:
-            raise MessageError(
-                f"The consensus message carries {vector.numel()} {vector.dtype} values, "
-                f"this end holds {self.z.numel()} {self.z.dtype}."
-            )
-        if not torch.isfinite(vector).all():
-            raise MessageError("The consensus message holds non-finite values.")
-        return vector if message.kind is Kind.KEYFRAME else vector.add_(self.z)
+        vector = _vector_like(self.z, message, "The consensus message")
+        if message.kind is Kind.DIFFERENCE:
+            vector.add_(self.z)
+        return _finite(vector, "The consensus message", MessageError)
 
     def advance(self, z_bar: Tensor) -> None:
         """Takes the outer step towards `z_bar`, shape (P,) (Nesterov, as in DiLoCo).
 
-            v <- mu v + d;   z <- z + eta (d + mu v)   with d = z_bar - z
+        v <- mu v + d;   z <- z + eta (d + mu v)   with d = z_bar - z
+
+        Raises:
+            NonFiniteError: If z or v would overflow; the state is unchanged then.
         """
+        self._commit(*self._stepped(z_bar))
+
+    def _stepped(self, z_bar: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Apart from _commit, so that what must move together with z can be checked before.
         o = self.options
         if self.velocity is None and o.outer_lr == 1.0:
-            self.z.copy_(z_bar)
-        else:
-            step = z_bar - self.z
-            if self.velocity is not None:
-                self.velocity.mul_(o.outer_momentum).add_(step)
-                step.add_(self.velocity, alpha=o.outer_momentum)
-            self.z.add_(step, alpha=o.outer_lr)
+            return z_bar, None
+        step, velocity = z_bar - self.z, None
+        if self.velocity is not None:
+            velocity = (self.velocity * o.outer_momentum).add_(step)
+            step.add_(velocity, alpha=o.outer_momentum)
+            _finite(velocity, "The outer step's velocity")
+        return _finite(self.z.add(step, alpha=o.outer_lr), "z after the outer step"), velocity
+
+    def _commit(self, z: Tensor, velocity: Tensor | None) -> None:
+        self.z.copy_(z)
+        if self.velocity is not None and velocity is not None:
+            self.velocity.copy_(velocity)
         self.round += 1
 
     def snapshot(self, *, rho: float = 0.0, dual: Tensor | None = None) -> Snapshot:
@@ -174,16 +232,27 @@ class Consensus:
         """Takes over `snapshot`.
 
         Raises:
-            MessageError: If it is broken or of another layout; the state is unchanged then.
+            MessageError: If it is broken, of another layout or not finite; the state is
+                unchanged then.
         """
-        z = unpack(snapshot.z, layout_hash=self.layout_hash, origin="The keyframe of z")
-        vector = z.vector()
-        if vector.shape != self.z.shape or not torch.isfinite(vector).all():
-            raise MessageError("The keyframe of z has the wrong length or non-finite values.")
+        z, round_ = self._read_keyframe(snapshot.z, "The keyframe of z")
+        velocity = None
         if self.velocity is not None and snapshot.velocity is not None:
-            self.velocity.copy_(unpack(snapshot.velocity, layout_hash=self.layout_hash).vector())
-        self.z.copy_(vector)
-        self.round = z.round
+            velocity, _ = self._read_keyframe(snapshot.velocity, "The keyframe of the velocity")
+        self.z.copy_(z)
+        if self.velocity is not None:
+            if velocity is None:
+                self.velocity.zero_()
+            else:
+                self.velocity.copy_(velocity)
+        self.round = round_
+
+    def _read_keyframe(self, data: bytes, origin: str) -> tuple[Tensor, int]:
+        message = unpack(data, layout_hash=self.layout_hash, origin=origin)
+        if message.kind is not Kind.KEYFRAME:
+            raise MessageError(f"{origin} is of the kind {message.kind.value!r}, not 'keyframe'.")
+        vector = _vector_like(self.z, message, origin)
+        return _finite(vector, origin, MessageError), message.round
 
     def _keyframe(self, vector: Tensor) -> bytes:
         return pack(
@@ -256,9 +325,13 @@ class LocalState:
         """Returns z - u, shape (P,), towards which the local steps are pulled."""
         return self.consensus.z - self.u
 
+    @property
+    def _has_dual(self) -> bool:
+        return self.rho > 0 and self.consensus.options.dual_updates
+
     def _x(self, theta: Tensor) -> Tensor:
         # Without a dual the relaxed point would only be a second outer learning rate.
-        alpha = self.consensus.options.over_relaxation if self.rho > 0 else 1.0
+        alpha = self.consensus.options.over_relaxation if self._has_dual else 1.0
         if alpha == 1.0:
             return theta + self.u
         return torch.lerp(self.consensus.z, theta, alpha).add_(self.u)
@@ -266,23 +339,34 @@ class LocalState:
     def upload(self, theta: Tensor, weight: float) -> bytes:
         """Encodes what this learner says in this round and keeps it pending.
 
+        A second call in the same round replaces what is pending, so it is only allowed if
+        the first upload can not have been received.
+
         Args:
             theta: The learner's parameters, shape (P,).
             weight: w_i, local steps done with data; 0 sends 'unchanged'.
 
         Raises:
-            NonFiniteError: If `theta` is not finite; nothing is pending then.
+            NonFiniteError: If `theta` is not finite, or what has to be said of it overflows;
+                nothing is pending then.
+            ValueError: If `theta` has another shape or dtype than z, or `weight` is negative
+                or not finite; likewise.
         """
         c, o = self.consensus, self.consensus.options
+        self._pending = None
+        self._check_theta(theta)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"The weight of {self.name} must be finite and >= 0, not {weight}.")
         kind, encoded = Kind.UNCHANGED, None
         if weight > 0:
-            if not torch.isfinite(theta).all():
-                raise NonFiniteError(f"The parameters of {self.name} are not finite.")
+            _finite(theta, f"The vector of parameters of {self.name}")
             x = self._x(theta)
             if o.is_keyframe(c.round):
-                kind, encoded = Kind.KEYFRAME, encode(x, 32)
+                kind, encoded = Kind.KEYFRAME, encode(_finite(x, f"x of {self.name}"), 32)
             else:
-                kind, encoded = Kind.DIFFERENCE, encode(x.sub_(self.h), o.bits)
+                x.sub_(self.h)
+                encoded = encode(_finite(x, f"The difference of {self.name}"), o.bits)
+                kind = Kind.DIFFERENCE
         message = Message(kind, self.name, c.round, c.round, c.layout_hash, weight, encoded)
         self._pending = message
         return pack(message)
@@ -295,64 +379,101 @@ class LocalState:
             theta: The parameters given to `upload`, unchanged since, shape (P,).
 
         Raises:
-            MessageError: If the reply is broken or of another round; the state is unchanged.
+            MessageError: If the reply is broken, of another round, counts an upload that is
+                not pending here, or would make z or u non-finite; the state is unchanged.
+            ValueError: If `theta` has another shape or dtype than z; likewise.
         """
-        c = self.consensus
+        c, pending = self.consensus, self._pending
+        self._check_theta(theta)
+        _check_rho(reply.rho, f"The reply to {self.name}")
+        if self.name in reply.included and pending is None:
+            raise MessageError(
+                f"The reply counts an upload of {self.name} in round {c.round}, where none is "
+                "pending: h would differ at the two ends. It needs a snapshot (LocalState.load)."
+            )
         z_bar = c.read(reply.message)
-        shift = None
-        if reply.recentre is not None:
-            shift = unpack(reply.recentre, layout_hash=c.layout_hash).vector()
-        pending, self._pending = self._pending, None
-        weight = 0.0
+        h, u, weight = None, self.u, 0.0
         if pending is not None and pending.encoded is not None and self.name in reply.included:
             weight = pending.weight
-            x = self._x(theta)
-            update = decode(pending.encoded)
-            if pending.kind is Kind.KEYFRAME:
-                self.h.copy_(update)
-            else:
-                self.h.add_(update)
-            if self.rho > 0 and c.options.dual_updates:
-                torch.sub(x, z_bar, out=self.u)
-        if shift is not None:
-            self.u.sub_(shift)
-        primal = float(torch.linalg.vector_norm(theta - z_bar))
-        c.advance(z_bar)
-        self._rescale(reply.rho)
+            h = decode(pending.encoded)
+            if pending.kind is Kind.DIFFERENCE:
+                h.add_(self.h)
+            if self._has_dual:
+                u = self._x(theta).sub_(z_bar)
+        u = self._rescaled(u, reply.rho)
+        if reply.recentre is not None and reply.rho > 0:
+            u = u - c._read_keyframe(reply.recentre, "The shift of the duals")[0]
+        _finite(u, f"The dual of {self.name} after the reply", MessageError)
+        try:
+            z, velocity = c._stepped(z_bar)
+        except NonFiniteError as error:
+            raise MessageError(f"The reply to {self.name} can not be followed: {error}") from error
+        # From here on nothing can fail.
+        self._pending = None
+        if h is not None:
+            self.h.copy_(h)
+        self.u.copy_(u)
+        self.rho = reply.rho
+        c._commit(z, velocity)
         return LocalNorms(
-            primal=primal,
+            primal=float(torch.linalg.vector_norm(theta - z_bar)),
             dual=float(torch.linalg.vector_norm(self.u)),
             theta=float(torch.linalg.vector_norm(theta)),
             weight=weight,
         )
 
     def load(self, snapshot: Snapshot) -> None:
-        """Starts anew from `snapshot`: h = z, u as given there, nothing pending."""
-        self.consensus.load(snapshot)
-        self._pending = None
-        self.h.copy_(self.consensus.z)
-        self.rho = snapshot.rho
-        self.u.zero_()
-        if snapshot.dual is not None:
-            hash_ = self.consensus.layout_hash
-            self.u.copy_(unpack(snapshot.dual, layout_hash=hash_).vector())
+        """Starts anew from `snapshot`: h = z, u as given there, nothing pending.
 
-    def _rescale(self, rho: float) -> None:
-        # u is the scaled dual: rho * u is what must not change when rho does.
-        if rho <= 0:
+        At rho = 0 there is no dual, whatever `snapshot` says.
+
+        Raises:
+            MessageError: If it is broken, of another layout or not finite; the state is
+                unchanged then.
+        """
+        c, dual = self.consensus, None
+        _check_rho(snapshot.rho, "The snapshot")
+        if snapshot.dual is not None and snapshot.rho > 0:
+            dual, _ = c._read_keyframe(snapshot.dual, "The keyframe of the dual")
+        c.load(snapshot)
+        self._pending = None
+        self.h.copy_(c.z)
+        self.rho = snapshot.rho
+        if dual is None:
             self.u.zero_()
-        elif self.rho > 0 and rho != self.rho:
-            self.u.mul_(self.rho / rho)
-        self.rho = rho
+        else:
+            self.u.copy_(dual)
+
+    def _check_theta(self, theta: Tensor) -> None:
+        z = self.consensus.z
+        if theta.shape != z.shape or theta.dtype != z.dtype:
+            raise ValueError(
+                f"theta of {self.name} is {tuple(theta.shape)} {theta.dtype}, z is "
+                f"{tuple(z.shape)} {z.dtype}."
+            )
+
+    def _rescaled(self, u: Tensor, rho: float) -> Tensor:
+        # u is the scaled dual: rho * u is what must not change when rho does.
+        if rho == 0:
+            return torch.zeros_like(u)
+        return u * (self.rho / rho) if self.rho > 0 and rho != self.rho else u
 
     def get_state(self) -> dict[str, Any]:
-        """Returns u, h, rho and the round (z is the coordinator's to save)."""
+        """Returns u, h and rho, between rounds (z is the coordinator's to save)."""
         return {"u": self.u.clone(), "h": self.h.clone(), "rho": self.rho}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores what `get_state` returned; nothing is pending afterwards."""
-        self.u.copy_(torch.as_tensor(state["u"]))
-        self.h.copy_(torch.as_tensor(state["h"]))
+        """Restores what `get_state` returned; nothing is pending afterwards.
+
+        z and the round come from the coordinator: `load` its snapshot first.
+
+        Raises:
+            ConsensusError: If the state is of another network; nothing is changed then.
+        """
+        z = self.consensus.z
+        u, h = _restored(z, state["u"], "u"), _restored(z, state["h"], "h")
+        self.u.copy_(u)
+        self.h.copy_(h)
         self.rho = float(state["rho"])
         self._pending = None
 
@@ -379,12 +500,16 @@ class Coordinator:
         self.schedule = schedule
         self.rho = rho
         self._z_bar = self.consensus.z.clone()
-        # How much the duals were rescaled since they were formed as h_i - z_bar.
-        self._dual_scale = 1.0
         self._h: dict[str, Tensor] = {name: self.consensus.z.clone() for name in learners}
         self._weights: dict[str, float] = dict.fromkeys(self._h, 0.0)
+        # u_i = scale_i (h_i - base_i): z_bar of the round in which i was last included, and
+        # how much rho's moves have rescaled u_i since (0: no dual). Learners of one round
+        # share one base.
+        self._bases: dict[str, Tensor] = dict.fromkeys(self._h, self._z_bar)
+        self._scales: dict[str, float] = dict.fromkeys(self._h, 0.0)
         self._received: set[str] = set()
-        self._moved = 0.0
+        self._spoke: set[str] = set()
+        self._dual_residual = 0.0
 
     @property
     def learners(self) -> tuple[str, ...]:
@@ -408,26 +533,20 @@ class Coordinator:
         name = message.sender
         if name not in self._h:
             raise MessageError(f"An upload comes from {name!r}, who is none of {self.learners}.")
-        if message.round != c.round:
+        if message.round != c.round or message.base_round != c.round:
             raise MessageError(
-                f"The upload of {name} is of round {message.round}, round {c.round} is open."
+                f"The upload of {name} is of round {message.round} (on {message.base_round}), "
+                f"round {c.round} is open."
             )
         if name in self._received:
             raise MessageError(f"{name} uploaded twice in round {c.round}.")
         if message.kind is not Kind.UNCHANGED:
-            vector = message.vector()
-            if vector.numel() != c.z.numel() or vector.dtype != c.z.dtype:
-                raise MessageError(
-                    f"The upload of {name} carries {vector.numel()} {vector.dtype} values, not "
-                    f"{c.z.numel()} {c.z.dtype}."
-                )
-            if not torch.isfinite(vector).all():
-                raise NonFiniteError(f"The upload of {name} holds non-finite values.")
-            if message.kind is Kind.KEYFRAME:
-                self._h[name].copy_(vector)
-            else:
-                self._h[name].add_(vector)
+            vector = _vector_like(c.z, message, f"The upload of {name}")
+            if message.kind is Kind.DIFFERENCE:
+                vector.add_(self._h[name])
+            self._h[name].copy_(_finite(vector, f"The upload of {name}"))
             self._weights[name] = message.weight
+            self._spoke.add(name)
         self._received.add(name)
         return message
 
@@ -440,8 +559,14 @@ class Coordinator:
         Args:
             rho0: The penalty that the schedule's fraction multiplies.
             norms: The learners' norms of the last completed round, for the schedule.
+
+        Raises:
+            ValueError: If `rho0` is negative or not finite; the round stays open.
+            NonFiniteError: If z would not be finite; likewise.
         """
         c, o = self.consensus, self.consensus.options
+        if not 0 <= rho0 < math.inf:
+            raise ValueError(f"rho0 must be finite and not negative, not {rho0}.")
         total = sum(self._weights.values())
         if total > 0:
             mean = torch.zeros_like(c.z)
@@ -454,16 +579,21 @@ class Coordinator:
                 message = self._message(Kind.DIFFERENCE, mean.sub_(c.z), o.bits)
         else:
             message = self._message(Kind.UNCHANGED, None, 32)
-        included = frozenset(self._received)
-        self._received.clear()
         z_bar = c.read(message)
-        self._moved = float(torch.linalg.vector_norm(z_bar - self._z_bar))
-        self._z_bar = z_bar
         c.advance(z_bar)
+        included = frozenset(self._received)
+        for name in self._spoke:
+            self._bases[name], self._scales[name] = z_bar, 1.0
+        self._received.clear()
+        self._spoke.clear()
         self.schedule.advance(self.residuals(norms))
+        self._dual_residual = self.rho * float(torch.linalg.vector_norm(z_bar - self._z_bar))
+        self._z_bar = z_bar
         active = sum(weight > 0 for weight in self._weights.values())
         rho = rho0 * self.schedule.fraction if active > 1 else 0.0
-        self._dual_scale = self.rho / rho if rho > 0 and self.rho > 0 else 1.0
+        rescale = self.rho / rho if rho > 0 else 0.0
+        for name in self._scales:
+            self._scales[name] *= rescale
         self.rho = rho
         return Reply(message, included, rho)
 
@@ -474,27 +604,32 @@ class Coordinator:
 
     def residuals(self, norms: Sequence[LocalNorms]) -> Residuals | None:
         """Returns the residuals of the last completed round, or None if no norms are known."""
-        total = sum(n.weight for n in norms)
-        if total <= 0:
+        heard = [n for n in norms if n.weight > 0]
+        if not heard:
             return None
+        total = sum(n.weight for n in heard)
 
         def rms(values: Iterable[float]) -> float:
-            pairs = zip(values, norms, strict=True)
-            return float(sum(v * v * n.weight for v, n in pairs) / total) ** 0.5
+            pairs = zip(values, heard, strict=True)
+            return math.sqrt(sum(v * v * n.weight for v, n in pairs) / total)
 
         z_norm = float(torch.linalg.vector_norm(self._z_bar))
         return Residuals(
-            primal=rms(n.primal for n in norms),
-            dual=self.rho * self._moved,
-            primal_scale=max(rms(n.theta for n in norms), z_norm),
-            dual_scale=self.rho * rms(n.dual for n in norms),
+            primal=rms(n.primal for n in heard),
+            dual=self._dual_residual,
+            primal_scale=max(rms(n.theta for n in heard), z_norm),
+            dual_scale=self.rho * rms(n.dual for n in heard),
         )
 
     def dual(self, name: str) -> Tensor:
-        """Returns u of learner `name` up to quantisation, shape (P,): h - z_bar, rescaled."""
-        if self.rho <= 0 or not self.consensus.options.dual_updates:
+        """Returns u of learner `name` up to quantisation, shape (P,), between rounds.
+
+        That is h - z_bar, both of the round in which it was last included, rescaled.
+        """
+        scale = self._scales[name] if self.consensus.options.dual_updates else 0.0
+        if scale == 0:
             return torch.zeros_like(self.consensus.z)
-        return (self._h[name] - self._z_bar).mul_(self._dual_scale)
+        return (self._h[name] - self._bases[name]).mul_(scale)
 
     def mean_dual(self, names: Sequence[str]) -> Tensor:
         """Returns the mean of the duals of `names`, shape (P,); zero if there are none."""
@@ -505,16 +640,18 @@ class Coordinator:
 
     def remove(self, name: str) -> None:
         """Forgets a learner; its last word no longer counts."""
-        self._h.pop(name, None)
-        self._weights.pop(name, None)
+        for known in (self._h, self._weights, self._bases, self._scales):
+            known.pop(name, None)
         self._received.discard(name)
+        self._spoke.discard(name)
 
     def add(self, name: str, dual: Tensor | None = None) -> Snapshot:
         """Lets a learner without history take part, between rounds.
 
         Args:
             name: Its name.
-            dual: The dual that it starts from, shape (P,); None means zero.
+            dual: The dual that it starts from, shape (P,), scaled by the rho in force; None
+                means zero, and so does rho = 0.
 
         Returns:
             What the new learner must `LocalState.load`.
@@ -524,36 +661,66 @@ class Coordinator:
         """
         if name in self._h:
             raise ConsensusError(f"{name} takes part already.")
-        self._h[name] = self.consensus.z.clone()
+        z = self.consensus.z
+        if self.rho <= 0 or not self.consensus.options.dual_updates:
+            dual = None
+        self._h[name] = z.clone()
         self._weights[name] = 0.0
+        self._bases[name] = self._z_bar if dual is None else z - dual
+        self._scales[name] = 0.0 if dual is None else 1.0
         return self.consensus.snapshot(rho=self.rho, dual=dual)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns all that a restart needs, as tensors and scalars."""
+        """Returns all that a restart needs, as tensors and scalars, between rounds."""
         c = self.consensus
+        # Bases are shared by whole rounds, and are saved once each.
+        bases = {id(base): base for base in self._bases.values()}
+        keys = {key: str(index) for index, key in enumerate(bases)}
         return {
             "z": c.z.clone(),
             "velocity": None if c.velocity is None else c.velocity.clone(),
             "round": c.round,
             "z_bar": self._z_bar.clone(),
             "rho": self.rho,
-            "dual_scale": self._dual_scale,
+            "dual_residual": self._dual_residual,
+            "duals": {
+                "bases": {keys[key]: base.clone() for key, base in bases.items()},
+                "base_of": {name: keys[id(base)] for name, base in self._bases.items()},
+                "scales": dict(self._scales),
+            },
             "schedule": self.schedule.get_state(),
             "h": {name: h.clone() for name, h in self._h.items()},
             "weights": dict(self._weights),
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores what `get_state` returned, for the learners named there."""
+        """Restores what `get_state` returned, for the learners named under "h" there.
+
+        A learner that "duals" does not know has no dual.
+
+        Raises:
+            ConsensusError: If the state is of another network; nothing is changed then.
+        """
         c = self.consensus
-        c.z.copy_(torch.as_tensor(state["z"]))
-        if c.velocity is not None and state["velocity"] is not None:
-            c.velocity.copy_(torch.as_tensor(state["velocity"]))
-        c.round = int(state["round"])
-        self._z_bar = torch.as_tensor(state["z_bar"]).clone()
-        self.rho = float(state["rho"])
-        self._dual_scale = float(state["dual_scale"])
+        z = _restored(c.z, state["z"], "z")
+        velocity = torch.zeros_like(z)
+        if state["velocity"] is not None:
+            velocity = _restored(z, state["velocity"], "velocity")
+        z_bar = _restored(z, state["z_bar"], "z_bar")
+        memories = {name: _restored(z, h, f"h of {name}") for name, h in state["h"].items()}
+        duals = state["duals"]
+        bases = {key: _restored(z, b, "base of a dual") for key, b in duals["bases"].items()}
+        base_of, scales = duals["base_of"], duals["scales"]
         self.schedule.set_state(state["schedule"])
-        self._h = {name: torch.as_tensor(h).clone() for name, h in state["h"].items()}
+        c.z.copy_(z)
+        if c.velocity is not None:
+            c.velocity.copy_(velocity)
+        c.round = int(state["round"])
+        self.rho = float(state["rho"])
+        self._z_bar, self._h = z_bar, memories
+        self._bases = {n: bases[base_of[n]] if n in base_of else z_bar for n in memories}
+        self._scales = {n: float(scales.get(n, 0.0)) for n in memories}
+        self._dual_residual = float(state["dual_residual"])
         self._weights = {name: float(w) for name, w in state["weights"].items()}
         self._received.clear()
+        self._spoke.clear()

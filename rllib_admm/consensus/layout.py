@@ -34,6 +34,8 @@ class Layout:
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes):
+            raise ValueError(f"{len(self.names)} names have {len(self.shapes)} shapes.")
         offsets, size = [], 0
         for shape in self.shapes:
             offsets.append(size)
@@ -52,7 +54,9 @@ class Layout:
         """
         dtypes = {t.dtype for t in tensors.values()}
         if len(dtypes) > 1:
-            raise ValueError(f"A layout holds tensors of one dtype, not of {sorted(map(str, dtypes))}.")
+            raise ValueError(
+                f"A layout holds tensors of one dtype, not of {sorted(map(str, dtypes))}."
+            )
         return cls(
             names=tuple(tensors),
             shapes=tuple(tuple(t.shape) for t in tensors.values()),
@@ -60,9 +64,14 @@ class Layout:
         )
 
     def flatten(self, tensors: Iterable[Tensor], out: Tensor | None = None) -> Tensor:
-        """Copies `tensors` (in layout order) into one vector, shape (P,), on the CPU."""
+        """Copies `tensors` (in layout order) into one vector, shape (P,), on the CPU.
+
+        Raises:
+            ValueError: If a tensor's shape is not the layout's (nothing is broadcast).
+        """
         flat = torch.empty(self.size, dtype=self.dtype) if out is None else out
         for view, tensor in zip(self.views(flat), tensors, strict=True):
+            _check_shape(tensor, view)
             view.copy_(tensor.detach())
         return flat
 
@@ -75,6 +84,19 @@ class Layout:
 
     @torch.no_grad()
     def write(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies the vector `flat`, shape (P,), into `tensors` (in layout order), in place."""
+        """Copies the vector `flat`, shape (P,), into `tensors` (in layout order), in place.
+
+        Raises:
+            ValueError: If a tensor's shape is not the layout's (nothing is broadcast).
+        """
         for view, tensor in zip(self.views(flat), tensors, strict=True):
+            _check_shape(tensor, view)
             tensor.copy_(view)
+
+
+def _check_shape(tensor: Tensor, view: Tensor) -> None:
+    if tensor.shape != view.shape:
+        raise ValueError(
+            f"A tensor of shape {tuple(tensor.shape)} lies where the layout has "
+            f"{tuple(view.shape)}."
+        )

@@ -24,13 +24,25 @@ from rllib_admm.consensus.quantization import (
     Encoded,
     block_bytes,
     decode,
-    encode,
 )
 
 FORMAT_VERSION = 1
+_MAX_WEIGHT = 2.0**53  # beyond, counting local steps in a float is no longer exact
 _MAGIC = b"ADMM"
 _FRAME = struct.Struct("<4sHIQ")
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_SCALES = {torch.float32: pa.float32(), torch.float64: pa.float64()}
+# What Arrow, numpy and the conversions raise at nonsense behind a valid checksum.
+_UNREADABLE = (
+    pa.ArrowException,
+    LookupError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 
 
 class Kind(Enum):
@@ -111,7 +123,7 @@ def pack(message: Message) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    body = sink.getvalue().to_pybytes()
+    body: bytes = sink.getvalue().to_pybytes()
     head = _FRAME.pack(_MAGIC, FORMAT_VERSION, 0, len(body))
     return _FRAME.pack(_MAGIC, FORMAT_VERSION, zlib.crc32(body, zlib.crc32(head)), len(body)) + body
 
@@ -145,8 +157,9 @@ def unpack(data: bytes, *, layout_hash: str | None = None, origin: str = "a mess
         raise MessageError(f"{origin} was corrupted on its way: its checksum does not match.")
     try:
         message = _parse(body)
-    except (pa.ArrowException, KeyError, ValueError, TypeError, OSError) as error:
-        raise MessageError(f"{origin} can not be read: {error}") from error
+    except _UNREADABLE as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise MessageError(f"{origin} can not be read ({detail}).") from error
     if layout_hash is not None and message.layout_hash != layout_hash:
         raise MessageError(
             f"{origin} has module layout {message.layout_hash}, this end holds {layout_hash}: "
@@ -158,28 +171,40 @@ def unpack(data: bytes, *, layout_hash: str | None = None, origin: str = "a mess
 def _parse(body: memoryview) -> Message:
     with pa.ipc.open_stream(pa.py_buffer(body)) as reader:
         batch = reader.read_next_batch()
+        # IPC only checks that buffers lie inside the body, not that they suit their types.
+        batch.validate()
         meta = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
-    kind = Kind(meta["kind"])
-    encoded = None
+    kind, encoded = Kind(meta["kind"]), None
+    round_, base_round, weight = int(meta["round"]), int(meta["base_round"]), float(meta["weight"])
+    if round_ < 0 or base_round < 0:
+        raise ValueError(f"round {round_} on base round {base_round}")
+    if not 0 <= weight <= _MAX_WEIGHT:
+        raise ValueError(f"a weight of {weight}")
     if kind is not Kind.UNCHANGED:
         bits, count, dtype = int(meta["bits"]), int(meta["count"]), _DTYPES[meta["dtype"]]
         if bits not in SUPPORTED_BITS:
-            raise ValueError(f"codec of {bits} bits")
+            raise ValueError(f"a codec of {bits} bits")
+        if count < 0:
+            raise ValueError(f"{count} values")
+        # Nothing is allocated by `count` before it is seen to agree with what is there.
         width, rows = block_bytes(bits, dtype), -(-count // BLOCK)
-        codes, scales = batch.column(0), batch.column(1).to_numpy()
-        if codes.type.byte_width != width or len(codes) != rows or len(scales) != rows:
-            raise ValueError(f"{len(codes)} blocks of {codes.type.byte_width} bytes for {count}")
+        codes, scales = batch.column("codes"), batch.column("scale")
+        types, expected = (codes.type, scales.type), (pa.binary(width), _SCALES[dtype])
+        if types != expected or batch.num_rows != rows:
+            raise ValueError(f"{batch.num_rows} rows of {types} for {count} values of {bits} bits")
+        if codes.null_count or scales.null_count:
+            raise ValueError("null blocks")
+        steps = scales.to_numpy()
+        if (steps < 0).any():
+            raise ValueError("a negative scale")
         buffer = np.frombuffer(codes.buffers()[1], np.uint8, rows * width, codes.offset * width)
-        encoded = Encoded(buffer.reshape(rows, width), scales, count, bits, dtype)
+        encoded = Encoded(buffer.reshape(rows, width), steps, count, bits, dtype)
     return Message(
         kind=kind,
         sender=meta["sender"],
-        round=int(meta["round"]),
-        base_round=int(meta["base_round"]),
+        round=round_,
+        base_round=base_round,
         layout_hash=meta["layout"],
-        weight=float(meta["weight"]),
+        weight=weight,
         encoded=encoded,
     )
-
-
-

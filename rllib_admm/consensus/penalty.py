@@ -76,8 +76,10 @@ class CosinePenalty:
     """
 
     def __init__(self, decay_rounds: int, final_fraction: float) -> None:
-        if decay_rounds < 1 or not 0 < final_fraction <= 1:
-            raise ValueError(f"decay_rounds={decay_rounds}, final_fraction={final_fraction}")
+        if decay_rounds < 1:
+            raise ValueError(f"decay_rounds must be at least 1, not {decay_rounds}.")
+        if not 0 < final_fraction <= 1:
+            raise ValueError(f"final_fraction must be in (0, 1], not {final_fraction}.")
         self.decay_rounds, self.final_fraction = decay_rounds, final_fraction
         self.rounds = 0
 
@@ -106,18 +108,38 @@ class ResidualBalancing:
 
     Relative residuals (Wohlberg 2017) make the rule independent of the scale of the
     parameters. The fraction stays within [1/limit, limit].
+
+    Args:
+        threshold: The ratio of relative residuals that is still balanced, >= 1. Boyd et al.
+            2011, 3.4.1, use 10.
+        factor: What rho moves by, > 1. Boyd et al. use 2.
+        limit: The furthest that rho may get from rho0, as a ratio, >= 1.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, threshold: float = 10.0, factor: float = 2.0, limit: float = 1024.0) -> None:
+        if not 1 <= threshold < math.inf:
+            raise ValueError(f"threshold must be finite and at least 1, not {threshold}.")
+        if not 1 < factor < math.inf:
+            raise ValueError(f"factor must be finite and above 1, not {factor}.")
+        if not 1 <= limit < math.inf:
+            raise ValueError(f"limit must be finite and at least 1, not {limit}.")
         self.threshold, self.factor, self.limit = threshold, factor, limit
         self.fraction = 1.0
 
     def advance(self, residuals: Residuals | None) -> None:
-        """Compares the relative residuals and moves rho by at most one factor."""
+        """Compares the relative residuals and moves rho by at most one factor.
+
+        Residuals that are unknown, not finite or without a scale (no dual yet) say nothing.
+        """
         if residuals is None or residuals.primal_scale <= 0 or residuals.dual_scale <= 0:
             return
         primal = residuals.primal / residuals.primal_scale
         dual = residuals.dual / residuals.dual_scale
+        if not (math.isfinite(primal) and math.isfinite(dual)):
+            return
         if primal > self.threshold * dual:
             self.fraction = min(self.limit, self.fraction * self.factor)
         elif dual > self.threshold * primal:

@@ -9,6 +9,7 @@ in Adam's own metric, which leaves the fixed point where the gradients put it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,22 +31,29 @@ def pull(
         params: Parameters after the optimizer's step, any shapes.
         anchors: z - u, in the same shapes.
         lr_rho: lr * rho >= 0; larger pulls harder.
-        metric: D per element in the same shapes; None means D = 1.
+        metric: D per element in the same shapes, >= 0 (infinite: onto the anchor); None
+            means D = 1.
+
+    Raises:
+        ValueError: If `lr_rho` is negative or not finite; `params` are unchanged.
     """
-    if lr_rho <= 0:
+    if not 0 <= lr_rho < math.inf:
+        raise ValueError(f"lr * rho must be finite and not negative, not {lr_rho}.")
+    if lr_rho == 0:
         return
     if metric is None:
         torch._foreach_lerp_(list(params), list(anchors), lr_rho / (1.0 + lr_rho))
         return
-    strength = torch._foreach_mul(list(metric), lr_rho)
-    fraction = torch._foreach_div(strength, torch._foreach_add(strength, 1.0))
+    # s / (1 + s) spelt as 1 / (1 + 1/s), which has its limits at s = 0 and at infinity.
+    fraction = torch._foreach_mul(list(metric), lr_rho)
+    torch._foreach_reciprocal_(fraction)
+    torch._foreach_add_(fraction, 1.0)
+    torch._foreach_reciprocal_(fraction)
     torch._foreach_lerp_(list(params), list(anchors), fraction)
 
 
 @torch.no_grad()
-def adam_metric(
-    squares: Sequence[Tensor], step: float, beta2: float, eps: float
-) -> list[Tensor]:
+def adam_metric(squares: Sequence[Tensor], step: float, beta2: float, eps: float) -> list[Tensor]:
     """Returns Adam's metric D = 1 / (sqrt(v / (1 - beta2^step)) + eps), as Adam applies it.
 
     Args:
@@ -53,7 +61,12 @@ def adam_metric(
         step: Adam steps taken, > 0.
         beta2: Decay of v.
         eps: Adam's epsilon.
+
+    Raises:
+        ValueError: If no step was taken, when Adam has no metric yet.
     """
+    if step <= 0:
+        raise ValueError(f"Adam has no metric before its first step (step={step}).")
     roots = torch._foreach_sqrt(list(squares))
     torch._foreach_mul_(roots, (1.0 - beta2**step) ** -0.5)
     torch._foreach_add_(roots, eps)

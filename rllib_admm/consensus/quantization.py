@@ -47,21 +47,25 @@ def encode(x: Tensor, bits: int) -> Encoded:
     """Encodes the vector `x`, shape (P,), with `bits` per element.
 
     The decoded value is within half a step of the value, a step being the block's
-    largest magnitude over 2^(bits-1) - 1, and never has the opposite sign.
+    largest magnitude over 2^(bits-1) - 1, and never has the opposite sign. A block whose
+    step is below the smallest normal number of its dtype decodes to zeros. NaN or infinity
+    in a block makes some of its decoded values non-finite, which receivers refuse.
 
     Args:
         x: float32 or float64 vector, finite.
         bits: 32 (uncompressed), 16, 8 or 4.
 
     Raises:
-        ValueError: If `bits` is not supported.
+        ValueError: If `bits` or the dtype is not supported.
     """
     if bits not in SUPPORTED_BITS:
         raise ValueError(f"bits must be one of {SUPPORTED_BITS}, not {bits!r}.")
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"A vector to encode must be float32 or float64, not {x.dtype}.")
     count = x.numel()
     blocks = -(-count // BLOCK)
     rows = torch.zeros(blocks * BLOCK, dtype=x.dtype)
-    rows[:count] = x
+    rows[:count] = x.detach()
     rows = rows.view(blocks, BLOCK)
     if bits == 32:
         return Encoded(
@@ -69,10 +73,17 @@ def encode(x: Tensor, bits: int) -> Encoded:
         )
     top = 2 ** (bits - 1) - 1
     scales = rows.abs().amax(dim=1) / top
-    # A block of zeros (or so small that its scale underflows) decodes to zeros.
-    safe = torch.where(scales > 0, scales, torch.ones_like(scales))
-    codes = (rows / safe[:, None]).round_().clamp_(-top, top)
-    codes[scales == 0] = 0
+    # Next to the largest float the division may round up, and top * scale overflow.
+    overflows = torch.isfinite(scales) & torch.isinf(scales * top)
+    scales = torch.where(overflows, torch.nextafter(scales, torch.zeros_like(scales)), scales)
+    # A subnormal scale has too few digits to keep the error within half a step: all codes of
+    # such a block round to 0.
+    tiny = scales < torch.finfo(x.dtype).tiny
+    scales[tiny] = 0
+    codes = (rows / torch.where(tiny, torch.ones_like(scales), scales)[:, None]).round_()
+    codes.clamp_(-top, top)
+    # What NaN becomes as an integer is undefined; its block's scale is NaN already.
+    codes.nan_to_num_(nan=0.0)
     packed: np.ndarray
     if bits == 16:
         packed = codes.to(torch.int16).numpy().view(np.uint8)

@@ -729,7 +729,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             fresh = coordinator.get_state()
             coordinator.set_state(
                 {**saved, "z_bar": saved["z"], "h": dict.fromkeys(fresh["h"], saved["z"]),
-                 "weights": fresh["weights"], "dual_scale": 1.0}
+                 "weights": fresh["weights"], "duals": fresh["duals"]}
             )
         for member in self._members:
             member.snapshots = {

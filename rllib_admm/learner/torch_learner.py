@@ -163,6 +163,8 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
         self._muted = _MutedMetrics()
         self._anchors: dict[str, list[Tensor]] = {}
         self._ddp_weight = 0.0
+        # Env steps that the round in progress was asked with; its reply is settled with them.
+        self._settled_env_steps = 0
 
     # ---- Building -------------------------------------------------------------------
 
@@ -277,7 +279,9 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             state = self._consensus[module_id]
             state.load(snapshot)
             self.write_theta(module_id, state.consensus.z)
-        self._update_targets(request.env_steps)
+        if request.replies:
+            self._update_targets(self._settled_env_steps)
+        self._settled_env_steps = request.env_steps
         for source, reference in request.fragments:
             try:
                 episodes = ray.get(reference) if isinstance(reference, ray.ObjectRef) else reference
@@ -715,6 +719,7 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             "round": {mid: s.consensus.round for mid, s in self._consensus.items()},
             "optimizer": self._get_optimizer_state(),
             "last_target_update": dict(self._last_target_update),
+            "env_steps": self._settled_env_steps,
             "weights_seq_no": self._weights_seq_no,
             "torch_rng": torch.get_rng_state().numpy(),
             "replay": self._replay.get_state(with_rows=with_replay),
@@ -729,6 +734,7 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             self._consensus[module_id].set_state(local)
         self._set_optimizer_state(state["optimizer"])
         self._last_target_update.update(state["last_target_update"])
+        self._settled_env_steps = state["env_steps"]
         self._weights_seq_no = state["weights_seq_no"]
         torch.set_rng_state(torch.from_numpy(np.array(state["torch_rng"])))
         self._replay.set_state(state["replay"])

@@ -1,0 +1,259 @@
+"""Return and traffic of the ways to make learners agree, at equal env steps and replay ratio.
+
+Every run trains `--env-steps` env steps with two learners, then evaluates z greedily (fixed
+budget, never a maximum over time). Results are appended to a JSON-lines file, a line per run,
+so that an interrupted table goes on where it stopped; `--table` prints it.
+
+    python examples/benchmarks/learning.py --methods ddp,average,diloco,admm,admm-relaxed \
+        --local-steps 32,128,512 --shards equal,different --seeds 0,1,2
+    python examples/benchmarks/learning.py --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import ray
+import torch
+from ray.tune.registry import register_env
+
+from rllib_admm import ADMMDQNConfig
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ddp": {"weight_sync": "ddp"},
+    "average": {"rho": 0},
+    "diloco": {"rho": 0, "outer_momentum": 0.9, "outer_lr": 0.7},
+    "admm": {"rho": "auto", "over_relaxation": 1.0},
+    "admm-relaxed": {"rho": "auto", "over_relaxation": 1.5},
+}
+GRAVITIES = (-10.0, -6.0)
+ENV = "lander-by-worker"
+
+
+def make_env(context: Any) -> gym.Env[Any, Any]:
+    """Makes LunarLander-v3; with `different`, workers land under two gravities."""
+    different = context.get("different", False)
+    gravity = GRAVITIES[max(0, context.worker_index - 1) % 2] if different else GRAVITIES[0]
+    return gym.make("LunarLander-v3", gravity=gravity)
+
+
+def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed: int) -> Any:
+    """Returns the configuration of one run; all methods share everything but the agreement."""
+    return (
+        ADMMDQNConfig()
+        .environment(ENV, env_config={"different": shards == "different"})
+        .env_runners(
+            num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25
+        )
+        .learners(num_learners=2, num_cpus_per_learner=0.5)
+        .training(
+            lr=args.lr,
+            train_batch_size_per_learner=64,
+            training_intensity=args.intensity,
+            epsilon=[(0, 1.0), (args.env_steps // 5, 0.05)],
+            num_steps_sampled_before_learning_starts=2000,
+            replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": 100_000},
+            target_network_update_freq=500,
+            local_steps=k,
+            quantization_bits=args.bits,
+            **(METHODS[method] | json.loads(args.override)),
+        )
+        .rl_module(
+            model_config={"fcnet_hiddens": [args.width, args.width], "fcnet_activation": "relu"}
+        )
+        .reporting(min_sample_timesteps_per_iteration=5000)
+        .debugging(seed=seed, log_level="ERROR")
+    )
+
+
+def greedy_returns(module: Any, gravity: float, episodes: int, seed: int) -> list[float]:
+    """Returns the undiscounted returns of `episodes` greedy episodes."""
+    env = gym.make_vec(
+        "LunarLander-v3",
+        num_envs=episodes,
+        gravity=gravity,
+        vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.DISABLED},
+    )
+    obs, _ = env.reset(seed=seed)
+    returns, alive = np.zeros(episodes), np.ones(episodes, bool)
+    while alive.any():
+        with torch.no_grad():
+            batch = {"obs": torch.from_numpy(obs)}
+            actions = module.forward_inference(batch)["actions"].numpy()
+        obs, rewards, terminated, truncated, _ = env.step(actions)
+        returns += rewards * alive
+        alive &= ~(terminated | truncated)
+    env.close()
+    return [float(r) for r in returns]
+
+
+def random_returns(episodes: int) -> list[float]:
+    """Returns the control: a policy that acts at random."""
+    env = gym.make("LunarLander-v3", gravity=GRAVITIES[0])
+    env.action_space.seed(0)
+    totals = []
+    for episode in range(episodes):
+        env.reset(seed=episode)
+        total, done = 0.0, False
+        while not done:
+            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+            total, done = total + float(reward), terminated or truncated
+        totals.append(total)
+    return totals
+
+
+def run(args: argparse.Namespace, method: str, k: int, shards: str, seed: int) -> dict[str, Any]:
+    """Trains once and returns the row of the results file."""
+    algo = make_config(args, method, k, shards, seed).build_algo()
+    began, curve, training = time.time(), [], []
+    try:
+        result: dict[str, Any] = {"num_env_steps_sampled_lifetime": 0}
+        while result["num_env_steps_sampled_lifetime"] < args.env_steps:
+            result = algo.train()
+            steps = result["num_env_steps_sampled_lifetime"]
+            mean = float(result["env_runners"].get("episode_return_mean", float("nan")))
+            curve.append([steps, mean])
+            if steps >= 0.8 * args.env_steps:
+                training.append(mean)
+        gravities = GRAVITIES if shards == "different" else GRAVITIES[:1]
+        greedy = [
+            r
+            for gravity in gravities
+            for r in greedy_returns(algo.get_module(), gravity, args.episodes, 10_000 + seed)
+        ]
+        consensus = {key: float(value) for key, value in result["consensus"].items()}
+    finally:
+        algo.stop()
+    return {
+        "method": method,
+        "local_steps": k,
+        "shards": shards,
+        "seed": seed,
+        "env_steps": steps,
+        "override": args.override,
+        "lr": args.lr,
+        "intensity": args.intensity,
+        "width": args.width,
+        "greedy_mean": float(np.mean(greedy)),
+        "greedy_std": float(np.std(greedy)),
+        "training_mean": float(np.nanmean(training)),
+        "training_std_over_time": float(np.nanstd(training)),
+        "seconds": time.time() - began,
+        "curve": curve,
+        **{
+            key: consensus[key]
+            for key in (
+                "gradient_steps_lifetime",
+                "bytes_per_gradient_step",
+                "compression_per_nic",
+                "compression_wire",
+                "dual_norm",
+            )
+        },
+    }
+
+
+def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
+    """Returns the interquartile mean with its 90% bootstrap interval."""
+
+    def iqm(x: np.ndarray) -> np.ndarray:
+        x = np.sort(x, axis=-1)
+        cut = x.shape[-1] // 4
+        return x[..., cut : x.shape[-1] - cut].mean(axis=-1)
+
+    data = np.asarray(values, float)
+    rng = np.random.default_rng(0)
+    low, high = np.percentile(
+        iqm(data[rng.integers(0, len(data), (draws, len(data)))]), [5, 95]
+    )
+    return float(iqm(data)), float(low), float(high)
+
+
+def print_table(path: Path) -> None:
+    """Prints the results file as a Markdown table."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        key = (row["shards"], row["local_steps"], row["method"], row["override"])
+        groups[key].append(row)
+    print(
+        "| shards | K | method | seeds | greedy return of z: IQM [90% interval] | training return, "
+        "last fifth | its std over time | bytes per gradient step | compression per NIC |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (shards, k, method, override), rows in sorted(groups.items()):
+        centre, low, high = bootstrap([r["greedy_mean"] for r in rows])
+        name = method if override == "{}" else f"{method} {override}"
+
+        def mean(key: str, rows: list[dict[str, Any]] = rows) -> float:
+            return float(np.mean([r[key] for r in rows]))
+
+        print(
+            f"| {shards} | {k} | {name} | {len(rows)} | {centre:.0f} [{low:.0f}, {high:.0f}] | "
+            f"{mean('training_mean'):.0f} | {mean('training_std_over_time'):.1f} | "
+            f"{mean('bytes_per_gradient_step'):,.0f} | {mean('compression_per_nic'):,.0f} |"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the command line; runs what is missing, or prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", default="ddp,average,diloco,admm,admm-relaxed")
+    parser.add_argument("--local-steps", default="32,128,512")
+    parser.add_argument("--shards", default="equal,different")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--env-steps", type=int, default=120_000)
+    parser.add_argument("--episodes", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--intensity", type=float, default=32.0)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--bits", type=int, default=8)
+    parser.add_argument("--override", default="{}", help="JSON of .training() options")
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/learning.jsonl"))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--random", action="store_true", help="print the random control")
+    args = parser.parse_args(argv)
+    if args.table:
+        print_table(args.out)
+        return 0
+    if args.random:
+        print(f"random policy: {np.mean(random_returns(args.episodes)):.0f}")
+        return 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.touch()
+    identity = ("method", "local_steps", "shards", "seed", "override", "lr", "intensity", "width")
+    done = {
+        tuple(row[key] for key in identity)
+        for row in map(json.loads, args.out.read_text().splitlines())
+    }
+    register_env(ENV, make_env)
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    cells = itertools.product(
+        [int(s) for s in args.seeds.split(",")],
+        args.shards.split(","),
+        [int(k) for k in args.local_steps.split(",")],
+        args.methods.split(","),
+    )
+    for seed, shards, k, method in cells:
+        row_id = (method, k, shards, seed, args.override, args.lr, args.intensity, args.width)
+        if row_id in done:
+            continue
+        row = run(args, method, k, shards, seed)
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print({key: row[key] for key in row if key != "curve"}, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

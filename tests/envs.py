@@ -1,0 +1,53 @@
+"""Environments for tests, importable in actors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class TwoWorlds(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole whose second worker's cart is pushed the other way."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        if context.worker_index == 2:
+            self.unwrapped.force_mag = -self.unwrapped.force_mag  # type: ignore[attr-defined]
+
+
+class NaNReward(gym.Wrapper[Any, Any, Any, Any]):
+    """CartPole whose first worker pays NaN in the third step of its second episode."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self._bad = context.worker_index == 1
+        self._episode = self._step = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self._episode, self._step = self._episode + 1, 0
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        self._step += 1
+        if self._bad and self._episode == 2 and self._step == 3:
+            reward = float("nan")
+        return obs, reward, terminated, truncated, info
+
+
+class BoxActions(gym.Env[Any, Any]):
+    """An environment that ADMMDQN can not act in."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, context: Any = None) -> None:
+        del context
+
+
+class MultiDiscreteActions(BoxActions):
+    """Another one."""
+
+    action_space = gym.spaces.MultiDiscrete([3, 3])
