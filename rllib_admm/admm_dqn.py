@@ -36,7 +36,10 @@ from ray.rllib.utils.metrics import (
     TIMERS,
 )
 
+from ray.tune.result import STDERR_FILE, STDOUT_FILE
+
 from rllib_admm.config_validation import (
+    refuse_old_api_stack,
     refuse_unknown_attribute,
     refuse_unknown_key,
     refuse_unknown_keywords,
@@ -197,6 +200,8 @@ class ADMMDQNConfig(DQNConfig):
         config_dict = dict(config_dict)
         for key in list(config_dict):
             refuse_unknown_key(self, key)
+        for key in (STDOUT_FILE, STDERR_FILE):
+            config_dict.pop(key, None)
         model_config = config_dict.pop("model_config", None)
         learner_class = config_dict.pop("learner_class", None)
         super().update_from_dict(config_dict)
@@ -213,6 +218,8 @@ class ADMMDQNConfig(DQNConfig):
         Raises:
             ValueError: Names option, value, allowed values and the nearest fix.
         """
+        if self._validate_config:
+            refuse_old_api_stack(self)
         # Stock DQN compares these two also where n_step is a range.
         n_step, fragment = self.n_step, self.rollout_fragment_length
         if isinstance(n_step, (tuple, list)):

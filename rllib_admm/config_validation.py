@@ -15,10 +15,14 @@ from ray.rllib.env.env_context import EnvContext
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.models.catalog import MODEL_DEFAULTS
 from ray.tune.registry import ENV_CREATOR, _global_registry
-from ray.tune.result import TRIAL_INFO
+from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 from rllib_admm.consensus import PENALTY_SCHEDULES, PROXIMAL_METRICS, SUPPORTED_BITS
 from rllib_admm.replay import parse_replay_config
+
+
+# Tune puts these into the dict that it hands to a trial.
+_TUNES_OWN_KEYS = (TRIAL_INFO, STDOUT_FILE, STDERR_FILE)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -57,7 +61,7 @@ def _options(config: AlgorithmConfig) -> set[str]:
 def refuse_unknown_key(config: AlgorithmConfig, key: str) -> None:
     """Raises ValueError if `key` is no option that `update_from_dict` could set."""
     name = config._translate_special_keys(key, warn_deprecated=False)
-    if name in ("class", "multiagent", "_enable_new_api_stack", TRIAL_INFO):
+    if name in ("class", "multiagent", "_enable_new_api_stack", *_TUNES_OWN_KEYS):
         return
     if name.startswith("_") and hasattr(config, name):
         return
@@ -122,6 +126,15 @@ class _Checker:
                 closest = min(numbers, key=lambda c: abs(c - value)) if numbers else None
                 hint = f"The nearest is {closest}." if closest is not None else ""
             self.fail(name, f"one of {listed}", hint or fix)
+
+
+def refuse_old_api_stack(config: Any) -> None:
+    """Raises ValueError if `config` is set to RLlib's old API stack."""
+    if not config.enable_rl_module_and_learner or not config.enable_env_runner_and_connector_v2:
+        raise ValueError(
+            "api_stack: ADMMDQN runs on RLlib's new API stack only. Remove the call of "
+            "config.api_stack(...)."
+        )
 
 
 def validate_admm_options(config: Any) -> None:
@@ -204,11 +217,6 @@ def _validate_refused(config: Any) -> None:
         raise ValueError(
             f"model={{{', '.join(sorted(changed))}: ...}} belongs to RLlib's old API stack and "
             "would be ignored. Use config.rl_module(model_config={...})."
-        )
-    if not config.enable_rl_module_and_learner or not config.enable_env_runner_and_connector_v2:
-        raise ValueError(
-            "api_stack: ADMMDQN runs on RLlib's new API stack only. Remove the call of "
-            "config.api_stack(...)."
         )
     if config.framework_str != "torch":
         raise ValueError(f"framework={config.framework_str!r} is not supported. Use 'torch'.")

@@ -6,6 +6,7 @@ gradients, targets. The consensus' formulas are in `rllib_admm.consensus`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -121,6 +122,10 @@ class _MutedMetrics:
         """Logs nothing."""
 
     log_dict = log_value
+
+    def log_time(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """Times nothing."""
+        return contextlib.nullcontext()
 
 
 @dataclass

@@ -1,0 +1,120 @@
+"""The greedy return of a checkpoint, measured in this process without any actor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core import (
+    COMPONENT_ENV_RUNNER,
+    COMPONENT_LEARNER,
+    COMPONENT_LEARNER_GROUP,
+    COMPONENT_RL_MODULE,
+    DEFAULT_MODULE_ID,
+)
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
+from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+
+# Evaluation episodes must not start where training episodes with the same seed started.
+_SEED_OFFSET = 10_000
+
+
+@dataclass(frozen=True)
+class GreedyReturn:
+    """Undiscounted returns of greedy episodes.
+
+    Attributes:
+        returns: One per episode.
+        num_cut: How many of the episodes did not end in the time allowed; their returns are those
+            of the steps that were made.
+    """
+
+    returns: tuple[float, ...]
+    num_cut: int = 0
+
+    def __str__(self) -> str:
+        spread = stdev(self.returns) if len(self.returns) > 1 else 0.0
+        cut = f", {self.num_cut} of them cut off by the time limit" if self.num_cut else ""
+        return f"{fmean(self.returns):.2f} +- {spread:.2f} ({len(self.returns)} episodes{cut})"
+
+
+def greedy_return(
+    config: AlgorithmConfig, checkpoint: Path, num_episodes: int, time_limit_s: float = 120.0
+) -> GreedyReturn:
+    """Runs greedy episodes with the weights and connector states of a checkpoint.
+
+    Args:
+        config: The config the checkpoint was trained with; its evaluation overrides apply.
+        checkpoint: An Algorithm checkpoint in the local file system.
+        num_episodes: How many episodes.
+        time_limit_s: Seconds after which episodes are cut off: in an environment without a time
+            limit of its own a bad policy may never end one. Not for multi-agent environments.
+
+    Returns:
+        The returns of exactly that many episodes.
+    """
+    runner = _local_env_runner(config, num_episodes)
+    try:
+        runner.restore_from_path(checkpoint / COMPONENT_ENV_RUNNER)
+        modules = checkpoint / COMPONENT_LEARNER_GROUP / COMPONENT_LEARNER / COMPONENT_RL_MODULE
+        # After the connectors, one of which may carry weights itself. A single-agent runner holds
+        # the one module, a multi-agent runner all of them.
+        if isinstance(runner, MultiAgentEnvRunner):
+            runner.module.restore_from_path(modules)
+            return _one_after_the_other(runner, num_episodes)
+        runner.module.restore_from_path(modules / DEFAULT_MODULE_ID)
+        return _side_by_side(runner, time_limit_s)
+    finally:
+        runner.stop()
+
+
+def _local_env_runner(config: AlgorithmConfig, num_envs: int) -> Any:
+    runner_config = config.copy(copy_frozen=False).get_evaluation_config_object()
+    single_agent = not runner_config.is_multi_agent
+    # Zero runners: the local one makes its environment itself.
+    runner_config.env_runners(
+        num_env_runners=0,
+        num_envs_per_env_runner=num_envs if single_agent else 1,
+        gym_env_vectorize_mode="sync",
+        batch_mode="truncate_episodes",
+        explore=False,
+    )
+    runner_config.debugging(seed=(config.seed or 0) + _SEED_OFFSET)
+    cls = runner_config.env_runner_cls or (
+        SingleAgentEnvRunner if single_agent else MultiAgentEnvRunner
+    )
+    return cls(config=runner_config, worker_index=0)
+
+
+def _one_after_the_other(runner: Any, num_episodes: int) -> GreedyReturn:
+    """Runs whole episodes: the fragments of a multi-agent episode do not add up to its return."""
+    episodes = runner.sample(num_episodes=num_episodes, explore=False)
+    return GreedyReturn(tuple(float(episode.get_return()) for episode in episodes[:num_episodes]))
+
+
+def _side_by_side(runner: Any, time_limit_s: float) -> GreedyReturn:
+    """Runs the first episode of each of the runner's environments to its end.
+
+    The first N episodes to end, out of N environments side by side, would be the short ones.
+    """
+    deadline = time.monotonic() + time_limit_s
+    returns: dict[str, float] = {}
+    running: set[str] | None = None
+    while running is None or (running and time.monotonic() < deadline):
+        first = running is None
+        # At first one step in each environment: what comes back are the first episodes.
+        steps = runner.num_envs * (1 if first else 50)
+        fragments = runner.sample(num_timesteps=steps, explore=False, force_reset=first)
+        if running is None:
+            running = {fragment.id_ for fragment in fragments}
+            returns = dict.fromkeys(running, 0.0)
+        for fragment in fragments:
+            if fragment.id_ in running:
+                returns[fragment.id_] += float(fragment.get_return())
+                if fragment.is_done:
+                    running.discard(fragment.id_)
+    return GreedyReturn(tuple(returns.values()), num_cut=len(running))
