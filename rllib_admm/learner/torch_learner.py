@@ -22,13 +22,11 @@ from ray.rllib.algorithms.dqn.dqn_learner import (
     QF_MIN_KEY,
     TD_ERROR_MEAN_KEY,
 )
-from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
 from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.rl_module.apis import TargetNetworkAPI
-from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.metrics import (
@@ -57,10 +55,9 @@ from rllib_admm.consensus import (
     adam_metric,
     pull,
 )
+from rllib_admm.learner.q_learning import overrides, q_functions, q_learning_loss
 from rllib_admm.learner.replay import LearnerReplay
 from rllib_admm.replay import Sample
-
-NEXT_QF_PREDS = "qf_preds"
 
 
 @dataclass
@@ -138,12 +135,14 @@ class _ModuleTensors:
         targets: Pairs of (index into `params`, target network's parameter).
         target_copies: Pairs (source, destination) of what the target networks only copy:
             frozen parameters and buffers.
+        q_functions: The short path through the network, if there is one.
     """
 
     layout: Layout
     params: list[Tensor]
     targets: list[tuple[int, Tensor]]
     target_copies: list[tuple[Tensor, Tensor]]
+    q_functions: tuple[Any, Any] | None = None
 
 
 class ADMMDQNTorchLearner(DQNTorchLearner):
@@ -218,7 +217,10 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             module = self.module[module_id]
             if not isinstance(module, nn.Module) or not self.should_module_be_updated(module_id):
                 continue
-            self._tensors[module_id] = _module_tensors(module_id, module, self._params)
+            tensors = _module_tensors(module_id, module, self._params)
+            if not overrides(self, DQNTorchLearner, "compute_losses", "compute_loss_for_module"):
+                tensors.q_functions = q_functions(module)
+            self._tensors[module_id] = tensors
             self._last_target_update.setdefault(module_id, 0)
 
     @property
@@ -429,10 +431,10 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
         errors: dict[str, Tensor] = {}
         general: dict[str, Any] = {}
         for module_id, columns in batch.items():
-            module = self.module[module_id]
-            if self._is_plain_q_learning(module) and Columns.LOSS_MASK not in columns:
+            functions = self._tensors[module_id].q_functions
+            if functions is not None and Columns.LOSS_MASK not in columns:
                 losses[module_id], errors[module_id] = self._q_learning_loss(
-                    module_id, module, columns
+                    module_id, functions, columns
                 )
             else:
                 general[module_id] = columns
@@ -447,47 +449,12 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             errors.update(captured.td_errors)
         return losses, errors
 
-    def _is_plain_q_learning(self, module: RLModule) -> bool:
-        cls = type(self)
-        return (
-            isinstance(module, DefaultDQNTorchRLModule)
-            and type(module)._forward_train is DefaultDQNTorchRLModule._forward_train
-            and type(module).forward_train is DefaultDQNTorchRLModule.forward_train
-            and module.num_atoms <= 1
-            and cls.compute_loss_for_module is DQNTorchLearner.compute_loss_for_module
-            and cls.compute_losses is DQNTorchLearner.compute_losses
-        )
-
     def _q_learning_loss(
-        self, module_id: str, module: Any, batch: Mapping[str, Any]
+        self, module_id: str, functions: tuple[Any, Any], batch: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """DQNTorchLearner's expectation loss without what no gradient flows through.
-
-        Stock DQN forwards obs and next_obs in one concatenated pass and back-propagates
-        through both halves; only the first half has a gradient. The value is the same.
-        """
         config = self.config.get_config_for_module(module_id)
-        next_batch = {Columns.OBS: batch[Columns.NEXT_OBS]}
-        with torch.no_grad():
-            target_next = module.forward_target(next_batch)[NEXT_QF_PREDS]
-            if config.double_q:
-                best = module.compute_q_values(next_batch)[NEXT_QF_PREDS].argmax(-1, keepdim=True)
-            else:
-                best = target_next.argmax(-1, keepdim=True)
-            q_next = target_next.gather(-1, best).squeeze(-1)
-            live = torch.logical_not(batch[Columns.TERMINATEDS])
-            target = batch[Columns.REWARDS] + config.gamma ** batch["n_step"] * (q_next * live)
-        q_values = module.compute_q_values({Columns.OBS: batch[Columns.OBS]})[NEXT_QF_PREDS]
-        actions = batch[Columns.ACTIONS]
-        q_selected = q_values.gather(-1, actions.view(-1, 1).long()).squeeze(-1)
-        if config.td_error_loss_fn == "huber":
-            loss_fn = nn.functional.huber_loss
-        else:
-            loss_fn = nn.functional.mse_loss
-        loss = (batch["weights"] * loss_fn(q_selected, target, reduction="none")).mean()
-        td_error = (q_selected.detach() - target).abs_()
+        loss, td_error, q = q_learning_loss(*functions, batch, config)
         if self.metrics is not self._muted:
-            q = q_selected.detach()
             self.metrics.log_dict(
                 {
                     QF_LOSS_KEY: loss.detach(),
@@ -517,13 +484,11 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             self._pull(module_id, anchor)
 
     def _uses_stock_updates(self) -> bool:
-        cls = type(self)
         return (
             self._grad_scalers is not None
             or self._lr_scheduler_classes is not None
-            or cls.postprocess_gradients is not Learner.postprocess_gradients
-            or cls.postprocess_gradients_for_module is not Learner.postprocess_gradients_for_module
-            or cls.apply_gradients is not TorchLearner.apply_gradients
+            or overrides(self, DQNTorchLearner, "postprocess_gradients", "apply_gradients")
+            or overrides(self, DQNTorchLearner, "postprocess_gradients_for_module")
         )
 
     def _clip(self, module_id: str, params: Sequence[Tensor]) -> None:
