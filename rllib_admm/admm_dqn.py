@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -20,7 +20,6 @@ from ray.rllib.algorithms.dqn.dqn import DQN, DQNConfig
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core import (
     COMPONENT_ENV_TO_MODULE_CONNECTOR,
-    COMPONENT_LEARNER_GROUP,
     COMPONENT_MODULE_TO_ENV_CONNECTOR,
 )
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
@@ -35,7 +34,6 @@ from ray.rllib.utils.metrics import (
     SYNCH_WORKER_WEIGHTS_TIMER,
     TIMERS,
 )
-
 from ray.tune.result import STDERR_FILE, STDOUT_FILE
 
 from rllib_admm.config_validation import (
@@ -74,6 +72,9 @@ class ADMMDQNConfig(DQNConfig):
         algo = config.build_algo()
         print(algo.train()["consensus"])
     """
+
+    n_step: int | tuple[int, int]
+    rollout_fragment_length: int | str
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
         super().__init__(algo_class=algo_class or ADMMDQN)
@@ -249,7 +250,9 @@ class ADMMDQNConfig(DQNConfig):
         if self.training_intensity:
             return float(self.training_intensity)
         n_step = self.n_step[1] if isinstance(self.n_step, (tuple, list)) else self.n_step
-        fragment = n_step if self.rollout_fragment_length == "auto" else self.rollout_fragment_length
+        fragment = (
+            n_step if self.rollout_fragment_length == "auto" else self.rollout_fragment_length
+        )
         sampled = fragment * self.num_envs_per_env_runner * max(1, self.num_env_runners)
         return float(self.total_train_batch_size / sampled)
 
@@ -299,6 +302,7 @@ class ADMMDQN(DQN):
     config: ADMMDQNConfig
     learner_group: ConsensusLearnerGroup
     env_runner_group: ConsensusEnvRunnerGroup
+    eval_env_runner_group: ConsensusEnvRunnerGroup | None
 
     @classmethod
     @override(DQN)
@@ -367,7 +371,7 @@ class ADMMDQN(DQN):
 
     @property
     def _samples_locally(self) -> bool:
-        return self.env_runner_group.num_remote_env_runners() == 0
+        return bool(self.env_runner_group.num_remote_env_runners() == 0)
 
     @property
     def _steps_before_learning(self) -> int:

@@ -20,7 +20,6 @@ from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 from rllib_admm.consensus import PENALTY_SCHEDULES, PROXIMAL_METRICS, SUPPORTED_BITS
 from rllib_admm.replay import parse_replay_config
 
-
 # Tune puts these into the dict that it hands to a trial.
 _TUNES_OWN_KEYS = (TRIAL_INFO, STDOUT_FILE, STDERR_FILE)
 
@@ -82,9 +81,7 @@ def refuse_unknown_attribute(config: AlgorithmConfig, key: str) -> None:
         return
     match = difflib.get_close_matches(key, _options(config), n=1, cutoff=0.8)
     if match:
-        raise AttributeError(
-            f"The configuration has no option {key!r}. Did you mean {match[0]!r}?"
-        )
+        raise AttributeError(f"The configuration has no option {key!r}. Did you mean {match[0]!r}?")
 
 
 class _Checker:
@@ -179,7 +176,11 @@ def _validate_consensus(config: Any, check: _Checker) -> None:
     check.integer("target_network_update_freq", 1, "It is in env steps.")
     n_step = config.n_step
     steps = n_step if isinstance(n_step, (tuple, list)) else (n_step, n_step + 1)
-    if len(steps) != 2 or not all(isinstance(n, int) for n in steps) or not 1 <= steps[0] < steps[1]:
+    if (
+        len(steps) != 2
+        or not all(isinstance(n, int) for n in steps)
+        or not 1 <= steps[0] < steps[1]
+    ):
         check.fail("n_step", "an integer >= 1 or (low, high) with 1 <= low < high", "")
 
 

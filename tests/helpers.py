@@ -40,7 +40,7 @@ def in_process_rounds(
     import torch
 
     from rllib_admm.consensus import ConsensusOptions, Coordinator, make_schedule
-    from rllib_admm.learner.torch_learner import RoundRequest
+    from rllib_admm.learner.round import RoundRequest
 
     c = config.copy(copy_frozen=False)
     c.validate()

@@ -13,7 +13,8 @@ from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from rllib_admm import ADMMDQNConfig
 from rllib_admm.consensus import ConsensusOptions, ConstantPenalty, Coordinator
-from rllib_admm.learner.torch_learner import ADMMDQNTorchLearner, RoundRequest
+from rllib_admm.learner.round import RoundRequest
+from rllib_admm.learner.torch_learner import ADMMDQNTorchLearner
 from tests.helpers import random_episodes
 
 MODULE = "default_policy"

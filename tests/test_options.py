@@ -153,9 +153,7 @@ def _all_training_options() -> set[str]:
 
 
 def test_the_lists_cover_every_option() -> None:
-    covered = (
-        set(CHANGES_Z) | set(BESIDE) | set(REFUSED) | set(ELSEWHERE) | RLLIBS_DEPRECATED
-    )
+    covered = set(CHANGES_Z) | set(BESIDE) | set(REFUSED) | set(ELSEWHERE) | RLLIBS_DEPRECATED
     assert _all_training_options() - covered == set()
     assert covered - _all_training_options() == set()
 
@@ -215,11 +213,11 @@ def test_action_spaces_are_refused_before_any_actor_starts(env: Any) -> None:
 
 
 def test_misspelt_options_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'local_step'.*Did you mean 'local_steps'"):
+    with pytest.raises(ValueError, match=r"'local_step'.*Did you mean 'local_steps'"):
         base_config(local_step=3)
-    with pytest.raises(ValueError, match="'quantisation_bits'.*'quantization_bits'"):
+    with pytest.raises(ValueError, match=r"'quantisation_bits'.*'quantization_bits'"):
         base_config().update_from_dict({"quantisation_bits": 8})
-    with pytest.raises(AttributeError, match="'local_step'.*'local_steps'"):
+    with pytest.raises(AttributeError, match=r"'local_step'.*'local_steps'"):
         base_config().local_step = 3  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="'training' is a method"):
         base_config().update_from_dict({"training": {"lr": 1e-3}})

@@ -36,9 +36,7 @@ def make_config(**training: Any) -> ADMMDQNConfig:
     return (
         ADMMDQNConfig()
         .environment("CartPole-v1")
-        .env_runners(
-            num_env_runners=2, num_envs_per_env_runner=2, num_cpus_per_env_runner=0.25
-        )
+        .env_runners(num_env_runners=2, num_envs_per_env_runner=2, num_cpus_per_env_runner=0.25)
         .learners(num_learners=2, num_cpus_per_learner=0.25)
         .training(**(options | training))
         .rl_module(model_config={"fcnet_hiddens": [32, 32]})

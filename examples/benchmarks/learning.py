@@ -52,9 +52,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
     return (
         ADMMDQNConfig()
         .environment(ENV, env_config={"different": shards == "different"})
-        .env_runners(
-            num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25
-        )
+        .env_runners(num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25)
         .learners(num_learners=2, num_cpus_per_learner=0.5)
         .training(
             lr=args.lr,
@@ -173,9 +171,7 @@ def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float,
 
     data = np.asarray(values, float)
     rng = np.random.default_rng(0)
-    low, high = np.percentile(
-        iqm(data[rng.integers(0, len(data), (draws, len(data)))]), [5, 95]
-    )
+    low, high = np.percentile(iqm(data[rng.integers(0, len(data), (draws, len(data)))]), [5, 95])
     return float(iqm(data)), float(low), float(high)
 
 

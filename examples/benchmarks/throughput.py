@@ -33,9 +33,7 @@ def common(config: DQNConfig, learners: int, envs: int, intensity: float) -> DQN
     """Applies what both sides share."""
     return (
         config.environment("LunarLander-v3")
-        .env_runners(
-            num_env_runners=1, num_envs_per_env_runner=envs, num_cpus_per_env_runner=0.5
-        )
+        .env_runners(num_env_runners=1, num_envs_per_env_runner=envs, num_cpus_per_env_runner=0.5)
         .learners(num_learners=learners, num_cpus_per_learner=0.5)
         .training(
             train_batch_size_per_learner=BATCH,

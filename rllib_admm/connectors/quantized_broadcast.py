@@ -38,8 +38,8 @@ class QuantizedBroadcast(ConnectorV2):
 
     def __init__(
         self,
-        input_observation_space: gym.Space | None = None,
-        input_action_space: gym.Space | None = None,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(input_observation_space, input_action_space, **kwargs)
@@ -110,9 +110,10 @@ class QuantizedBroadcast(ConnectorV2):
 
     def _take_difference(self, broadcast: Broadcast) -> None:
         if self.round != broadcast.base_round or set(broadcast.moves) - set(self._consensus):
+            held = "nothing" if self.round is None else f"round {self.round}"
             raise MessageError(
                 f"A difference to round {broadcast.base_round} arrived, but this EnvRunner holds "
-                f"{'nothing' if self.round is None else f'round {self.round}'}: it needs a keyframe."
+                f"{held}: it needs a keyframe."
             )
         # All are read before any is applied: a broken one must not leave some moved.
         read = {mid: self._consensus[mid].read(move) for mid, move in broadcast.moves.items()}

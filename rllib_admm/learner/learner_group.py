@@ -32,8 +32,10 @@ from rllib_admm.consensus import (
     make_schedule,
 )
 from rllib_admm.learner.broadcast import Broadcast
+from rllib_admm.learner.ddp import mean_gradients
 from rllib_admm.learner.errors import LearnerFailure, PlacementError
-from rllib_admm.learner.torch_learner import RoundRequest, RoundResult
+from rllib_admm.learner.round import RoundRequest, RoundResult
+from rllib_admm.learner.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -134,18 +136,13 @@ class ConsensusLearnerGroup(LearnerGroup):
         self._members: list[_Member] = []
         self._ts_dropped = 0
         self._worker_manager = None
-        self._workers = None
+        self._workers: list[Any] | None = None
         self.num_restarts = 0
         self.num_messages_rejected = 0
         self.num_fragments_lost = 0
         self.num_non_finite = 0
-        self.bytes_up = 0
-        self.bytes_down = 0
-        self.gradient_steps = 0
+        self.traffic = Traffic()
         self._env_steps = 0
-        self._steps_per_learner = 0.0
-        self._reference_nic = 0.0
-        self._reference_wire = 0.0
 
         # Holds z in this process; with num_learners=0 it is also the one that learns.
         self._z_learner = self._build_learner()
@@ -180,7 +177,7 @@ class ConsensusLearnerGroup(LearnerGroup):
 
     @property
     def _agrees(self) -> bool:
-        return self.config.num_learners > 1 and self.config.weight_sync == "admm"
+        return bool(self.config.num_learners > 1 and self.config.weight_sync == "admm")
 
     def _make_options(self) -> ConsensusOptions:
         c = self.config
@@ -298,8 +295,10 @@ class ConsensusLearnerGroup(LearnerGroup):
             self._get([self._call(m, "set_module_state", state) for m in self._members])
         rho0 = next(iter(self._coordinators.values())).rho if self._coordinators else 0.0
         self._get(
-            [self._call(m, "join", m.name, rho0, self.options, self._threads())
-             for m in self._members]
+            [
+                self._call(m, "join", m.name, rho0, self.options, self._threads())
+                for m in self._members
+            ]
         )
         for member in self._members:
             member.replies, member.snapshots, member.norms = {}, {}, {}
@@ -345,8 +344,8 @@ class ConsensusLearnerGroup(LearnerGroup):
             request = RoundRequest(
                 env_steps, local_steps, member.replies, member.snapshots, list(member.fragments)
             )
-            self.bytes_down += sum(len(r.message) for r in member.replies.values())
-            self.bytes_down += sum(s.nbytes for s in member.snapshots.values())
+            self.traffic.down += sum(len(r.message) for r in member.replies.values())
+            self.traffic.down += sum(s.nbytes for s in member.snapshots.values())
             requests[member.index] = request
             if member.actor is not None:
                 method = "ddp_begin" if self._is_ddp(local_steps) else "run_round"
@@ -383,7 +382,9 @@ class ConsensusLearnerGroup(LearnerGroup):
             self.num_non_finite += 1
             logger.warning(
                 "The parameters of %s (%s) were not finite: it was left out of the round and "
-                "starts again from z.", member.name, ", ".join(result.non_finite),
+                "starts again from z.",
+                member.name,
+                ", ".join(result.non_finite),
             )
         for module_id, reason in result.rejected.items():
             self.num_messages_rejected += 1
@@ -433,7 +434,11 @@ class ConsensusLearnerGroup(LearnerGroup):
             )
         logger.warning(
             "%s %s in round %d; its shard is lost, the others go on. Restart %d of %d.",
-            member.name, reason, self.round, member.restarts, self.config.max_learner_restarts,
+            member.name,
+            reason,
+            self.round,
+            member.restarts,
+            self.config.max_learner_restarts,
         )
         ray.kill(member.actor)
         for coordinator in self._coordinators.values():
@@ -497,8 +502,8 @@ class ConsensusLearnerGroup(LearnerGroup):
         if not pending.local_steps:
             return summary
         summary.gradient_steps = sum(r.gradient_steps for r in results.values())
-        self.gradient_steps += summary.gradient_steps
-        self._count_reference(summary.gradient_steps)
+        parameters = sum(layout.size for layout in self.layouts.values())
+        self.traffic.count_steps(summary.gradient_steps, len(self._members), parameters)
         self._update_rho_scale()
         norms: dict[str, list[LocalNorms]] = {}
         for module_id, coordinator in self._coordinators.items():
@@ -508,9 +513,7 @@ class ConsensusLearnerGroup(LearnerGroup):
                     if module_id in self._members[index].snapshots:
                         continue
                     self._receive(coordinator, result.uploads[module_id], name)
-            norms[module_id] = [
-                m.norms[module_id] for m in self._members if module_id in m.norms
-            ]
+            norms[module_id] = [m.norms[module_id] for m in self._members if module_id in m.norms]
             reply = coordinator.close_round(self._rho0(module_id), norms[module_id])
             self._last_replies[module_id] = reply
             for index in results:
@@ -521,7 +524,7 @@ class ConsensusLearnerGroup(LearnerGroup):
 
     def _receive(self, coordinator: Coordinator, upload: bytes, name: str) -> None:
         if self.config.weight_sync == "admm":
-            self.bytes_up += len(upload)
+            self.traffic.up += len(upload)
         try:
             coordinator.receive(upload)
         except (MessageError, NonFiniteError) as error:
@@ -535,18 +538,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             if known:
                 self._rho_scale[module_id] = sum(known) / len(known)
 
-    def _count_reference(self, gradient_steps: int) -> None:
-        """Adds what fp32 ring all-reduce would have sent for the same gradient steps."""
-        n = len(self._members)
-        bytes_ = 4 * sum(layout.size for layout in self.layouts.values())
-        steps = gradient_steps / n
-        self._steps_per_learner += steps
-        self._reference_nic += steps * 4 * (n - 1) / n * bytes_
-        self._reference_wire += steps * 2 * (n - 1) * bytes_
-
-    def _metrics(
-        self, norms: Mapping[str, Sequence[LocalNorms]], active: int
-    ) -> dict[str, float]:
+    def _metrics(self, norms: Mapping[str, Sequence[LocalNorms]], active: int) -> dict[str, float]:
         def total(values: list[float]) -> float:
             return math.sqrt(sum(v * v for v in values))
 
@@ -559,8 +551,6 @@ class ConsensusLearnerGroup(LearnerGroup):
             duals = [n.dual for n in norms[module_id]]
             if duals:
                 dual_norm.append(math.sqrt(sum(d * d for d in duals) / len(duals)))
-        n = len(self._members)
-        sent = self.bytes_up + self.bytes_down
         rhos = [c.rho for c in self._coordinators.values()]
         return {
             "round": float(self.round),
@@ -569,12 +559,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             "dual_residual": total(dual),
             "dual_norm": total(dual_norm),
             "num_learners_active": float(active),
-            "gradient_steps_lifetime": float(self.gradient_steps),
-            "bytes_up_lifetime": float(self.bytes_up),
-            "bytes_down_lifetime": float(self.bytes_down),
-            "bytes_per_gradient_step": sent / max(1, self.gradient_steps),
-            "compression_per_nic": self._reference_nic / (sent / n) if sent else 0.0,
-            "compression_wire": self._reference_wire / sent if sent else 0.0,
+            **self.traffic.metrics(len(self._members)),
             "num_learner_restarts": float(self.num_restarts),
             "num_messages_rejected": float(self.num_messages_rejected),
             "num_fragments_lost": float(self.num_fragments_lost),
@@ -595,11 +580,11 @@ class ConsensusLearnerGroup(LearnerGroup):
         for step in range(pending.local_steps):
             last = step + 1 == pending.local_steps
             gradients = self._get([self._call(m, "ddp_step", mean, last) for m in members])
-            averaged = _mean_gradients(gradients)
+            averaged = mean_gradients(gradients)
             mean = averaged if self.is_local else ray.put(averaged)
             if len(members) > 1:
-                self.bytes_up += vector_bytes * sum(bool(g) for g in gradients)
-                self.bytes_down += vector_bytes * len(members)
+                self.traffic.up += vector_bytes * sum(bool(g) for g in gradients)
+                self.traffic.down += vector_bytes * len(members)
         results = self._get(
             [self._call(m, "ddp_end", mean, pending.requests[m.index]) for m in members]
         )
@@ -680,6 +665,7 @@ class ConsensusLearnerGroup(LearnerGroup):
                     mid: _to_numpy(c.get_state()) for mid, c in self._coordinators.items()
                 },
                 "counters": {key: getattr(self, key) for key in _COUNTERS},
+                "traffic": self.traffic.get_state(),
                 "lr": dict(self._lr),
                 "rho_scale": dict(self._rho_scale),
             }
@@ -714,6 +700,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             return
         for key in _COUNTERS:
             setattr(self, key, consensus["counters"][key])
+        self.traffic = Traffic(**consensus["traffic"])
         self._lr.update(consensus["lr"])
         self._rho_scale.update(consensus["rho_scale"])
         locals_ = state.get(COMPONENT_LOCAL_STATES, {})
@@ -728,8 +715,13 @@ class ConsensusLearnerGroup(LearnerGroup):
                 continue
             fresh = coordinator.get_state()
             coordinator.set_state(
-                {**saved, "z_bar": saved["z"], "h": dict.fromkeys(fresh["h"], saved["z"]),
-                 "weights": fresh["weights"], "duals": fresh["duals"]}
+                {
+                    **saved,
+                    "z_bar": saved["z"],
+                    "h": dict.fromkeys(fresh["h"], saved["z"]),
+                    "weights": fresh["weights"],
+                    "duals": fresh["duals"],
+                }
             )
         for member in self._members:
             member.snapshots = {
@@ -737,9 +729,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             }
         self.settle()
         if same:
-            self._get(
-                [self._call(m, "set_local_state", locals_[m.name]) for m in self._members]
-            )
+            self._get([self._call(m, "set_local_state", locals_[m.name]) for m in self._members])
         self._sync_z_learner(full=False)
 
     @override(Checkpointable)
@@ -796,13 +786,7 @@ class ConsensusLearnerGroup(LearnerGroup):
 
 
 _COUNTERS = (
-    "bytes_up",
-    "bytes_down",
-    "gradient_steps",
     "_env_steps",
-    "_steps_per_learner",
-    "_reference_nic",
-    "_reference_wire",
     "num_restarts",
     "num_messages_rejected",
     "num_fragments_lost",
@@ -816,15 +800,6 @@ def _to_numpy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_numpy(item) for key, item in value.items()}
     return value
-
-
-def _mean_gradients(gradients: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Averages gradients, (P,) per ModuleID, over the learners that have data for it."""
-    mean = {}
-    for module_id in sorted({mid for g in gradients for mid in g}):
-        parts = [g[module_id] for g in gradients if module_id in g]
-        mean[module_id] = sum(parts[1:], parts[0].copy()) / np.float32(len(parts))
-    return mean
 
 
 def _pack_vector(coordinator: Coordinator, vector: torch.Tensor) -> bytes:

@@ -24,14 +24,15 @@ _QF_PREDS = "qf_preds"
 
 
 @functools.cache
-def _method(cls: type, name: str) -> Any:
+def _method(cls: Any, name: str) -> Any:
     # Ray wraps the methods of an actor's class to trace calls.
     return inspect.unwrap(getattr(cls, name))
 
 
-def overrides(obj: Any, base: type, *names: str) -> bool:
+def overrides(obj: Any, base: Any, *names: str) -> bool:
     """Returns whether the class of `obj` has methods of its own in place of those of `base`."""
-    return any(_method(type(obj), name) is not _method(base, name) for name in names)
+    cls: Any = type(obj)
+    return any(_method(cls, name) is not _method(base, name) for name in names)
 
 
 def q_functions(module: Any) -> tuple[Forward, Forward] | None:

@@ -6,10 +6,9 @@ gradients, targets. The consensus' formulas are in `rllib_admm.consensus`.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import Learner
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
-from ray.rllib.core.rl_module.apis import TargetNetworkAPI
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.metrics import (
@@ -39,113 +37,28 @@ from ray.rllib.utils.metrics import (
     NUM_MODULE_STEPS_TRAINED,
     NUM_MODULE_STEPS_TRAINED_LIFETIME,
     NUM_TARGET_UPDATES,
-    TD_ERROR_KEY,
     WEIGHTS_SEQ_NO,
 )
 from torch import Tensor, nn
 
 from rllib_admm.consensus import (
     Layout,
-    LocalNorms,
     LocalState,
     MessageError,
     NonFiniteError,
-    Reply,
-    Snapshot,
     adam_metric,
     pull,
 )
+from rllib_admm.learner.ddp import GradientAveraging
+from rllib_admm.learner.metrics import CapturingMetrics, MutedMetrics
+from rllib_admm.learner.module_tensors import ModuleTensors, module_tensors
 from rllib_admm.learner.q_learning import overrides, q_functions, q_learning_loss
 from rllib_admm.learner.replay import LearnerReplay
+from rllib_admm.learner.round import RoundRequest, RoundResult
 from rllib_admm.replay import Sample
 
 
-@dataclass
-class RoundRequest:
-    """What the group asks of one learner in one round.
-
-    Attributes:
-        env_steps: Env steps sampled by all runners so far, for schedules.
-        local_steps: K; 0 only takes in data.
-        replies: Per ModuleID the coordinator's reply to this learner's last upload.
-        snapshots: Per ModuleID a consensus to start anew from (after `replies`).
-        fragments: References to lists of episodes for this learner's shard, with the name
-            of the EnvRunner that each came from.
-    """
-
-    env_steps: int
-    local_steps: int
-    replies: dict[str, Reply] = field(default_factory=dict)
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    fragments: list[tuple[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class RoundResult:
-    """What a learner answers.
-
-    Attributes:
-        uploads: Per ModuleID the packed upload of this round.
-        norms: Per ModuleID the norms of the *previous* round, which `replies` settled.
-        metrics: `MetricsLogger.reduce()`'s result of this learner.
-        gradient_steps: Minibatch gradients taken with data in this round.
-        lr: Learning rate per ModuleID at the end of the round.
-        metric_scale: Per ModuleID the mean of Adam's sqrt(v) + eps; 0 before its first step.
-        shard_steps: Transitions that this learner's shard holds.
-        fragments_lost: Fragments whose data died with their EnvRunner.
-        rejected: Per ModuleID why a reply could not be applied; that consensus is unchanged
-            and needs a snapshot.
-        non_finite: ModuleIDs whose parameters were not finite and were reset to z.
-        busy_s: Seconds of local steps.
-    """
-
-    uploads: dict[str, bytes] = field(default_factory=dict)
-    norms: dict[str, LocalNorms] = field(default_factory=dict)
-    metrics: Any = None
-    gradient_steps: int = 0
-    lr: dict[str, float] = field(default_factory=dict)
-    metric_scale: dict[str, float] = field(default_factory=dict)
-    shard_steps: int = 0
-    fragments_lost: int = 0
-    rejected: dict[str, str] = field(default_factory=dict)
-    non_finite: list[str] = field(default_factory=list)
-    busy_s: float = 0.0
-
-
-class _MutedMetrics:
-    """Stands in for the MetricsLogger on all but a round's last step: one record per round."""
-
-    def log_value(self, *args: Any, **kwargs: Any) -> None:
-        """Logs nothing."""
-
-    log_dict = log_value
-
-    def log_time(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        """Times nothing."""
-        return contextlib.nullcontext()
-
-
-@dataclass
-class _ModuleTensors:
-    """The tensors of one RLModule that take part in the consensus.
-
-    Attributes:
-        layout: Their layout.
-        params: The trainable parameters, in layout order.
-        targets: Pairs of (index into `params`, target network's parameter).
-        target_copies: Pairs (source, destination) of what the target networks only copy:
-            frozen parameters and buffers.
-        q_functions: The short path through the network, if there is one.
-    """
-
-    layout: Layout
-    params: list[Tensor]
-    targets: list[tuple[int, Tensor]]
-    target_copies: list[tuple[Tensor, Tensor]]
-    q_functions: tuple[Any, Any] | None = None
-
-
-class ADMMDQNTorchLearner(DQNTorchLearner):
+class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
     """A DQN Learner that owns its data and agrees with others once per round.
 
     One call of `run_round` settles the last round's reply, takes in new fragments, takes K
@@ -158,15 +71,16 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
     paths below step aside for every method that is overridden.
     """
 
+    metrics: Any
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._consensus: dict[str, LocalState] = {}
-        self._tensors: dict[str, _ModuleTensors] = {}
+        self._tensors: dict[str, ModuleTensors] = {}
         self._last_target_update: dict[str, int] = {}
         self._replay: LearnerReplay | None = None
-        self._muted = _MutedMetrics()
+        self._muted = MutedMetrics()
         self._anchors: dict[str, list[Tensor]] = {}
-        self._ddp_weight = 0.0
         # Env steps that the round in progress was asked with; its reply is settled with them.
         self._settled_env_steps = 0
 
@@ -193,10 +107,11 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             return
         super().build()
         self._register_tensors()
+        seed = self.config.seed
         self._replay = LearnerReplay(
             self.config,
-            stateful=[mid for mid in self.module.keys() if self.module[mid].is_stateful()],
-            seed=None if self.config.seed is None else self.config.seed + 7919 * self._learner_index,
+            stateful=[mid for mid, m in self.module._rl_modules.items() if m.is_stateful()],
+            seed=None if seed is None else seed + 7919 * self._learner_index,
         )
 
     @override(DQNTorchLearner)
@@ -213,11 +128,10 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
 
     def _register_tensors(self) -> None:
         self._tensors.clear()
-        for module_id in self.module.keys():
-            module = self.module[module_id]
+        for module_id, module in self.module._rl_modules.items():
             if not isinstance(module, nn.Module) or not self.should_module_be_updated(module_id):
                 continue
-            tensors = _module_tensors(module_id, module, self._params)
+            tensors = module_tensors(module_id, module, self._params)
             if not overrides(self, DQNTorchLearner, "compute_losses", "compute_loss_for_module"):
                 tensors.q_functions = q_functions(module)
             self._tensors[module_id] = tensors
@@ -382,11 +296,11 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
 
     def _columns(self, module_id: str, sample: Sample) -> dict[str, Any]:
         """Returns `sample` as the batch that DQN's learner pipeline would have made, (B, ...)."""
+        device = self._device
 
         def tensor(array: Any) -> Any:
             if isinstance(array, np.ndarray):
-                t = torch.from_numpy(array)
-                return t if self._device is None or self._device.type == "cpu" else t.to(self._device)
+                return torch.from_numpy(array).to(device)
             if isinstance(array, Mapping):
                 return {key: tensor(value) for key, value in array.items()}
             return type(array)(tensor(value) for value in array)
@@ -423,9 +337,7 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
         converted = self._convert_batch_type(batch).policy_batches
         return {mid: converted[mid] for mid in samples if mid in converted}, samples
 
-    def _losses(
-        self, batch: Mapping[str, Any]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _losses(self, batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns per ModuleID the loss and the absolute TD errors, shape (B,)."""
         losses: dict[str, Tensor] = {}
         errors: dict[str, Tensor] = {}
@@ -439,7 +351,7 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
             else:
                 general[module_id] = columns
         if general:
-            captured = _CapturingMetrics(self.metrics)
+            captured = CapturingMetrics(self.metrics)
             logger, self.metrics = self.metrics, captured
             try:
                 fwd_out = self.module.forward_train(general)
@@ -600,80 +512,13 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
                 with_throughput=True,
             )
         for key in (NUM_MODULE_STEPS_TRAINED, NUM_ENV_STEPS_TRAINED):
-            self.metrics.log_value(
-                (ALL_MODULES, key), total, reduce="sum", with_throughput=True
-            )
+            self.metrics.log_value((ALL_MODULES, key), total, reduce="sum", with_throughput=True)
         for key in (NUM_MODULE_STEPS_TRAINED_LIFETIME, NUM_ENV_STEPS_TRAINED_LIFETIME):
             self.metrics.log_value(
                 (ALL_MODULES, key), total, reduce="lifetime_sum", with_throughput=True
             )
         if not self._lr_schedulers:
             self.after_gradient_based_update(timesteps=timesteps)
-
-    # ---- weight_sync="ddp": gradients averaged on every step ---------------------------
-
-    def ddp_begin(self, request: RoundRequest) -> RoundResult:
-        """Like the first half of `run_round`: data in, targets on schedule."""
-        result = RoundResult()
-        self._begin(request, result)
-        self._finish(RoundRequest(request.env_steps, 0), result)
-        return result
-
-    def ddp_step(self, mean: dict[str, np.ndarray] | None, last: bool) -> dict[str, np.ndarray]:
-        """Applies the last step's mean gradient, then computes the next gradient.
-
-        Args:
-            mean: Per ModuleID the mean gradient of the last step, float32, shape (P,).
-            last: Whether this is the round's last gradient (its metrics are logged).
-
-        Returns:
-            Per ModuleID this learner's gradient, shape (P,); empty without data.
-        """
-        if mean is not None:
-            self.ddp_apply(mean)
-        logger = self.metrics
-        if not last:
-            self.metrics = self._muted
-        try:
-            with_data = self._gradients()
-        finally:
-            self.metrics = logger
-        self._ddp_weight += bool(with_data)
-        gradients = {}
-        for module_id in with_data:
-            tensors = self._tensors[module_id]
-            grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in tensors.params)
-            gradients[module_id] = tensors.layout.flatten(grads).numpy()
-        return gradients
-
-    def ddp_apply(self, mean: dict[str, np.ndarray]) -> None:
-        """Applies a mean gradient, shape (P,) per ModuleID."""
-        for module_id, tensors in self._tensors.items():
-            if module_id not in mean:
-                for p in tensors.params:
-                    p.grad = None
-                continue
-            flat = torch.from_numpy(np.array(mean[module_id]))
-            for p, view in zip(tensors.params, tensors.layout.views(flat), strict=True):
-                p.grad = view.to(p.device)
-        self._apply({})
-
-    def ddp_end(self, mean: dict[str, np.ndarray] | None, request: RoundRequest) -> RoundResult:
-        """Applies the round's last mean gradient and uploads the (common) parameters."""
-        result = RoundResult()
-        if mean is not None:
-            self.ddp_apply(mean)
-        steps = int(self._ddp_weight)
-        self._ddp_weight = 0.0
-        self._log_round(
-            dict.fromkeys(self._tensors, steps),
-            {NUM_ENV_STEPS_SAMPLED_LIFETIME: request.env_steps},
-        )
-        result.gradient_steps = steps
-        for module_id, state in self._consensus.items():
-            result.uploads[module_id] = self._upload(module_id, state, float(steps), result)
-        self._finish(request, result)
-        return result
 
     # ---- State ------------------------------------------------------------------------
 
@@ -683,7 +528,9 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
         return {
             "theta": {mid: self.theta(mid).numpy() for mid in self._tensors},
             "consensus": {
-                mid: {k: v.numpy() if isinstance(v, Tensor) else v for k, v in s.get_state().items()}
+                mid: {
+                    k: v.numpy() if isinstance(v, Tensor) else v for k, v in s.get_state().items()
+                }
                 for mid, s in self._consensus.items()
             },
             "round": {mid: s.consensus.round for mid, s in self._consensus.items()},
@@ -732,53 +579,4 @@ class ADMMDQNTorchLearner(DQNTorchLearner):
 
     def pid(self) -> int:
         """Returns this process' ID."""
-        import os
-
         return os.getpid()
-
-
-class _CapturingMetrics:
-    """Hands everything on to a logger but keeps the TD errors that DQN's loss logs."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-        self.td_errors: dict[str, Tensor] = {}
-
-    def log_value(self, key: Any, value: Any, **kwargs: Any) -> None:
-        if isinstance(key, tuple) and key[-1] == TD_ERROR_KEY:
-            self.td_errors[key[0]] = value.detach()
-        else:
-            self._logger.log_value(key, value, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
-
-
-def _module_tensors(module_id: str, module: Any, trained: Mapping[Any, Any]) -> _ModuleTensors:
-    """Finds which tensors of `module` the optimizers train and which targets follow them."""
-    named = {n: p for n, p in module.named_parameters() if p in trained and p.requires_grad}
-    targets: list[tuple[int, Tensor]] = []
-    copies: list[tuple[Tensor, Tensor]] = []
-    position = {id(p): i for i, p in enumerate(named.values())}
-    if isinstance(module, TargetNetworkAPI):
-        for main, target in module.get_target_network_pairs():
-            for p, t in zip(main.parameters(), target.parameters(), strict=True):
-                if id(p) in position:
-                    targets.append((position[id(p)], t))
-                else:
-                    copies.append((p, t))
-            for b, t in zip(main.buffers(), target.buffers(), strict=True):
-                copies.append((b, t))
-    # Other buffers are constants of RLlib's heads; running statistics would drift apart.
-    running = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
-    ]
-    if running:
-        raise ValueError(
-            f"RLModule {module_id!r} keeps running statistics ({', '.join(running[:4])}): ADMMDQN "
-            "agrees on parameters only. Use LayerNorm in place of BatchNorm, or "
-            "track_running_stats=False."
-        )
-    return _ModuleTensors(Layout.of(named), list(named.values()), targets, copies)
