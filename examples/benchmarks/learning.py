@@ -76,12 +76,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
 
 def greedy_returns(module: Any, gravity: float, episodes: int, seed: int) -> list[float]:
     """Returns the undiscounted returns of `episodes` greedy episodes."""
-    env = gym.make_vec(
-        "LunarLander-v3",
-        num_envs=episodes,
-        gravity=gravity,
-        vector_kwargs={"autoreset_mode": gym.vector.AutoresetMode.DISABLED},
-    )
+    env = gym.make_vec("LunarLander-v3", num_envs=episodes, gravity=gravity)
     obs, _ = env.reset(seed=seed)
     returns, alive = np.zeros(episodes), np.ones(episodes, bool)
     while alive.any():
