@@ -151,7 +151,7 @@ class ADMMDQNConfig(DQNConfig):
                 decouples decay. "adam": it acts in Adam's own metric 1/(sqrt(v) + eps), which
                 leaves the fixed point where the gradients put it.
             local_start: "theta" (default): local steps go on from the learner's own
-                parameters. "z": every round starts from the consensus.
+                parameters. "z": every round starts from the consensus, as always with rho=0.
             over_relaxation: alpha in (0, 2) (default 1.5; usual 1 to 1.8). Larger: z moves
                 further per round. In force only with a dual.
             outer_momentum: Nesterov momentum of z in [0, 1) (default 0). With rho=0 and

@@ -33,8 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddp": {"weight_sync": "ddp"},
     "average": {"rho": 0},
     "diloco": {"rho": 0, "outer_momentum": 0.9, "outer_lr": 0.7},
-    "admm": {"rho": "auto", "over_relaxation": 1.0},
-    "admm-relaxed": {"rho": "auto", "over_relaxation": 1.5},
+    "admm": {"over_relaxation": 1.0, "proximal_metric": "adam"},
+    "admm-relaxed": {"over_relaxation": 1.5, "proximal_metric": "adam"},
+    "admm-euclidean": {"over_relaxation": 1.5, "proximal_metric": "euclidean"},
 }
 GRAVITIES = (-10.0, -6.0)
 ENV = "lander-by-worker"
@@ -62,6 +63,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
             num_steps_sampled_before_learning_starts=2000,
             replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": 100_000},
             target_network_update_freq=500,
+            n_step=3,
             local_steps=k,
             quantization_bits=args.bits,
             **(METHODS[method] | json.loads(args.override)),
@@ -206,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--env-steps", type=int, default=120_000)
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--intensity", type=float, default=32.0)
+    parser.add_argument("--intensity", type=float, default=64.0)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--override", default="{}", help="JSON of .training() options")

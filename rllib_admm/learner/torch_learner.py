@@ -194,7 +194,8 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
             except MessageError as error:
                 result.rejected[module_id] = str(error)
                 continue
-            if self.config.local_start == "z" or not had_data:
+            # Without a pull nothing but this makes the learners agree.
+            if self.config.local_start == "z" or not had_data or state.rho <= 0:
                 self.write_theta(module_id, state.consensus.z)
         for module_id, snapshot in request.snapshots.items():
             state = self._consensus[module_id]
