@@ -2,7 +2,8 @@
 
 from rllib_admm.learner.broadcast import Broadcast
 from rllib_admm.learner.errors import LearnerFailure, PlacementError
-from rllib_admm.learner.learner_group import ConsensusLearnerGroup, RoundSummary
+from rllib_admm.learner.learner_group import ConsensusLearnerGroup
+from rllib_admm.learner.members import RoundSummary
 from rllib_admm.learner.torch_learner import ADMMDQNTorchLearner
 
 __all__ = [

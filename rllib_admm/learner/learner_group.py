@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from ray.rllib.utils.actor_manager import FaultTolerantActorManager
 from ray.rllib.utils.annotations import override
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rllib_admm.consensus import (
     ConsensusOptions,
@@ -28,12 +26,13 @@ from rllib_admm.consensus import (
     MessageError,
     NonFiniteError,
     Reply,
-    Snapshot,
     make_schedule,
 )
+from rllib_admm.learner.actors import start_learner, threads_per_learner, wait_until_built
 from rllib_admm.learner.broadcast import Broadcast
 from rllib_admm.learner.ddp import mean_gradients
-from rllib_admm.learner.errors import LearnerFailure, PlacementError
+from rllib_admm.learner.errors import LearnerFailure
+from rllib_admm.learner.members import Member, PendingRound, RoundSummary
 from rllib_admm.learner.round import RoundRequest, RoundResult
 from rllib_admm.learner.traffic import Traffic
 
@@ -41,67 +40,6 @@ logger = logging.getLogger(__name__)
 
 COMPONENT_CONSENSUS = "consensus"
 COMPONENT_LOCAL_STATES = "local_states"
-
-
-@dataclass
-class RoundSummary:
-    """What a round did, for metrics.
-
-    Attributes:
-        learner_results: One reduced metrics dict per learner.
-        gradient_steps: Minibatch gradients of this round, summed over learners.
-        consensus: The `consensus` metrics, see the README's glossary.
-    """
-
-    learner_results: list[Any] = field(default_factory=list)
-    gradient_steps: int = 0
-    consensus: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class _Member:
-    """One learner as the group sees it.
-
-    Attributes:
-        index: Its place, which also names its shard.
-        actor: Its Ray actor; None for the local learner.
-        replies: What it has not been told yet of the last round.
-        snapshots: What it must start anew from before its next round.
-        fragments: Data for its shard that it has not confirmed yet.
-        norms: Its norms of the last settled round, per ModuleID.
-        metric_scale: The newest mean of Adam's sqrt(v) + eps, per ModuleID.
-        building: Reference that is ready once a restarted actor is built; None otherwise.
-        restarts: How often it was restarted.
-    """
-
-    index: int
-    actor: Any = None
-    replies: dict[str, Reply] = field(default_factory=dict)
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    fragments: list[tuple[str, Any]] = field(default_factory=list)
-    norms: dict[str, LocalNorms] = field(default_factory=dict)
-    metric_scale: dict[str, float] = field(default_factory=dict)
-    building: Any = None
-    restarts: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"learner-{self.index}"
-
-
-@dataclass
-class PendingRound:
-    """A round whose learners are at work.
-
-    Attributes:
-        requests: What each member was asked.
-        references: The answers to come, per member index (empty for a local learner).
-    """
-
-    requests: dict[int, RoundRequest]
-    references: dict[int, Any]
-    local_steps: int
-    began: float
 
 
 class ConsensusLearnerGroup(LearnerGroup):
@@ -133,7 +71,7 @@ class ConsensusLearnerGroup(LearnerGroup):
         self._module_spec = module_spec or self.config.get_multi_rl_module_spec()
         self._placement_group = placement_group
         self._is_shut_down = False
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._ts_dropped = 0
         self._worker_manager = None
         self._workers: list[Any] | None = None
@@ -153,7 +91,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             self.layouts, 0.0 if self.config.proximal_metric == "adam" else 1.0
         )
         self.options = self._make_options()
-        self._members = [_Member(i) for i in range(max(1, self.config.num_learners))]
+        self._members = [Member(i) for i in range(max(1, self.config.num_learners))]
         if self.is_remote:
             self._start_actors()
         self._coordinators: dict[str, Coordinator] = {}
@@ -202,55 +140,21 @@ class ConsensusLearnerGroup(LearnerGroup):
             return float(c.rho_strength / (self._lr[module_id] * c.local_steps) * scale)
         return float(c.rho)
 
-    def _actor_options(self) -> dict[str, Any]:
-        c = self.config
-        cpus = c.num_cpus_per_learner
-        if cpus == "auto":
-            cpus = 1 if c.num_gpus_per_learner == 0 else 0
-        options: dict[str, Any] = {
-            "num_cpus": cpus,
-            "num_gpus": max(0, c.num_gpus_per_learner),
-            "resources": c.custom_resources_per_learner or None,
-            "max_restarts": 0,
-        }
-        group = self._placement_group or ray.util.get_current_placement_group()
-        if group is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
-        return options
-
     def _make_actor(self, index: int) -> tuple[Any, Any]:
-        """Starts one learner process; returns its handle and a reference to its readiness."""
-        cls = ray.remote(**self._actor_options())(self.config.learner_class)
-        actor = cls.remote(config=self.config, module_spec=self._module_spec)
-        actor._set_learner_index_and_placement_group.remote(
-            learner_index=index, placement_group=self._placement_group
-        )
-        return actor, actor.build.remote()
+        return start_learner(self.config, self._module_spec, index, self._placement_group)
 
     def _start_actors(self) -> None:
         started = [self._make_actor(member.index) for member in self._members]
         for member, (actor, _) in zip(self._members, started, strict=True):
             member.actor = actor
-        timeout = self.config.placement_timeout_s
-        try:
-            ray.get([ready for _, ready in started], timeout=timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            for member in self._members:
-                ray.kill(member.actor)
-            asked = {k: v for k, v in self._actor_options().items() if k.startswith("num_")}
-            raise PlacementError(
-                f"{len(self._members)} learners that ask for {asked} each were not up after "
-                f"placement_timeout_s={timeout:g} s; free in the cluster: "
-                f"{ray.available_resources()}. Ask for fewer learners, or for fractions: "
-                "config.learners(num_cpus_per_learner=0.5)."
-            ) from error
+        wait_until_built(started, self.config, self._placement_group)
         self._refresh_manager()
 
     def _refresh_manager(self) -> None:
         self._workers = [m.actor for m in self._members if m.actor is not None]
         self._worker_manager = FaultTolerantActorManager(self._workers)
 
-    def _call(self, member: _Member, method: str, *args: Any) -> Any:
+    def _call(self, member: Member, method: str, *args: Any) -> Any:
         """Calls a method of a learner; returns a reference (remote) or the value (local)."""
         if member.actor is None:
             return getattr(self._z_learner, method)(*args)
@@ -261,12 +165,6 @@ class ConsensusLearnerGroup(LearnerGroup):
         if self.is_local:
             return list(values)
         return list(ray.get(list(values), timeout=self.config.round_timeout_s))
-
-    def _threads(self) -> int | None:
-        cpus = self.config.num_cpus_per_learner
-        if self.is_local or self.config.num_gpus_per_learner:
-            return None
-        return max(1, int(1 if cpus == "auto" else cpus))
 
     def _start_consensus(self) -> None:
         """(Re)starts the consensus on all learners from the weights of `_z_learner`."""
@@ -296,7 +194,7 @@ class ConsensusLearnerGroup(LearnerGroup):
         rho0 = next(iter(self._coordinators.values())).rho if self._coordinators else 0.0
         self._get(
             [
-                self._call(m, "join", m.name, rho0, self.options, self._threads())
+                self._call(m, "join", m.name, rho0, self.options, threads_per_learner(self.config))
                 for m in self._members
             ]
         )
@@ -371,7 +269,7 @@ class ConsensusLearnerGroup(LearnerGroup):
     def _is_ddp(self, local_steps: int) -> bool:
         return self.config.weight_sync == "ddp" and local_steps > 0
 
-    def _confirm(self, member: _Member, request: RoundRequest, result: RoundResult) -> None:
+    def _confirm(self, member: Member, request: RoundRequest, result: RoundResult) -> None:
         member.replies, member.snapshots = {}, {}
         member.fragments = member.fragments[len(request.fragments) :]
         member.norms = result.norms or member.norms
@@ -391,7 +289,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             logger.warning("%s could not apply a reply: %s", member.name, reason)
             self._readmit(member, module_id)
 
-    def _readmit(self, member: _Member, module_id: str) -> None:
+    def _readmit(self, member: Member, module_id: str) -> None:
         """Lets a learner that lost the thread start anew from z, keeping its dual."""
         coordinator = self._coordinators[module_id]
         dual = coordinator.dual(member.name)
@@ -424,7 +322,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             )
         return dict(sorted(results.items()))
 
-    def _replace(self, member: _Member, reason: str) -> None:
+    def _replace(self, member: Member, reason: str) -> None:
         member.restarts += 1
         self.num_restarts += 1
         if member.restarts > self.config.max_learner_restarts:
@@ -465,14 +363,16 @@ class ConsensusLearnerGroup(LearnerGroup):
         if joined:
             self._refresh_manager()
 
-    def _admit(self, member: _Member) -> None:
+    def _admit(self, member: Member) -> None:
         """Brings a new process up to the consensus; its first round starts from z."""
         survivors = [m.name for m in self._members if m.building is None]
         state = self._sync_z_learner(full=True)
         ray.get(
             [
                 self._call(member, "set_module_state", ray.put(state)),
-                self._call(member, "join", member.name, 0.0, self.options, self._threads()),
+                self._call(
+                    member, "join", member.name, 0.0, self.options, threads_per_learner(self.config)
+                ),
             ],
             timeout=self.config.round_timeout_s,
         )
