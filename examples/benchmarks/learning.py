@@ -56,7 +56,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
         .env_runners(num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25)
         .learners(num_learners=2, num_cpus_per_learner=0.5)
         .training(
-            lr=args.lr,
+            lr=[[0, args.lr], [args.env_steps, args.lr / 10]],
             train_batch_size_per_learner=64,
             training_intensity=args.intensity,
             epsilon=[(0, 1.0), (args.env_steps // 5, 0.05)],
