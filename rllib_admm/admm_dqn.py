@@ -89,7 +89,7 @@ class ADMMDQNConfig(DQNConfig):
         self.rho_schedule = "constant"
         self.rho_decay_rounds = 1000
         self.rho_final_fraction = 0.1
-        self.proximal_metric = "euclidean"
+        self.proximal_metric = "adam"
         self.local_start = "theta"
         self.over_relaxation = 1.5
         self.outer_momentum = 0.0
@@ -101,7 +101,7 @@ class ADMMDQNConfig(DQNConfig):
         self.on_learner_failure = "mean_dual"
         self.max_learner_restarts = 10
         self.round_timeout_s = 300.0
-        self.placement_timeout_s = 60.0
+        self.placement_timeout_s = 120.0
         self._admm_ready = True
 
     @override(DQNConfig)
@@ -147,9 +147,10 @@ class ADMMDQNConfig(DQNConfig):
                 "residual_balancing" (relative residuals, Wohlberg 2017).
             rho_decay_rounds: Rounds until the cosine reaches its floor (default 1,000).
             rho_final_fraction: The cosine's floor as a fraction of rho0, in (0, 1].
-            proximal_metric: "euclidean" (default): the pull is decoupled from Adam, as AdamW
-                decouples decay. "adam": it acts in Adam's own metric 1/(sqrt(v) + eps), which
-                leaves the fixed point where the gradients put it.
+            proximal_metric: "adam" (default): the pull acts in Adam's own metric
+                1/(sqrt(v) + eps), which leaves the fixed point where the gradients put it.
+                "euclidean": it is decoupled from Adam, as AdamW decouples decay, and moves
+                the fixed point when shards differ.
             local_start: "theta" (default): local steps go on from the learner's own
                 parameters. "z": every round starts from the consensus, as always with rho=0.
             over_relaxation: alpha in (0, 2) (default 1.5; usual 1 to 1.8). Larger: z moves
@@ -168,7 +169,8 @@ class ADMMDQNConfig(DQNConfig):
             max_learner_restarts: How often one learner may be restarted (default 10).
             round_timeout_s: Seconds that a learner may take for one round before it counts
                 as dead (default 300).
-            placement_timeout_s: Seconds to wait for room in the cluster (default 60).
+            placement_timeout_s: Seconds to wait for room in the cluster, and for learners to start
+                (default 120).
             **kwargs: All of `DQNConfig.training`.
 
         Returns:

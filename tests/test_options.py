@@ -8,11 +8,13 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
 from rllib_admm import ADMMDQNConfig
 from rllib_admm.config_validation import _training_keywords
+from rllib_admm.learner import ADMMDQNTorchLearner
 from tests.envs import BoxActions, MultiDiscreteActions
 from tests.helpers import in_process_rounds
 
@@ -84,7 +86,7 @@ CHANGES_Z: dict[str, Any] = {
     "rho": 0,
     "rho_strength": 5.0,
     "rho_schedule": "cosine",
-    "proximal_metric": "adam",
+    "proximal_metric": "euclidean",
     "local_start": "z",
     "over_relaxation": 1.0,
     "outer_momentum": 0.5,
@@ -210,6 +212,27 @@ def test_bad_values_are_named(options: dict[str, Any], message: str) -> None:
 def test_action_spaces_are_refused_before_any_actor_starts(env: Any) -> None:
     with pytest.raises(ValueError, match=f"action space .*{env.action_space.__class__.__name__}"):
         base_config().environment(env).validate()
+
+
+class WithSGD(ADMMDQNTorchLearner):
+    """A learner whose optimizer has no second moments."""
+
+    def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
+        params = self.get_parameters(self._module[module_id])
+        self.register_optimizer(
+            module_id=module_id,
+            optimizer=torch.optim.SGD(params),
+            params=params,
+            lr_or_lr_schedule=config.lr,
+        )
+
+
+def test_adams_metric_needs_adam() -> None:
+    config = base_config().learners(learner_class=WithSGD)
+    with pytest.raises(ValueError, match=r"proximal_metric='adam'.*SGD.*'euclidean'"):
+        config.build_learner(env=_env())
+    z, _ = in_process_rounds(config.copy().training(proximal_metric="euclidean"), _env())
+    assert np.isfinite(z).all()
 
 
 def test_misspelt_options_name_the_nearest() -> None:

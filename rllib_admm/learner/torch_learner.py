@@ -134,8 +134,18 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
             tensors = module_tensors(module_id, module, self._params)
             if not overrides(self, DQNTorchLearner, "compute_losses", "compute_loss_for_module"):
                 tensors.q_functions = q_functions(module)
+            self._check_metric(module_id)
             self._tensors[module_id] = tensors
             self._last_target_update.setdefault(module_id, 0)
+
+    def _check_metric(self, module_id: str) -> None:
+        optimizer = self._optimizer(module_id)
+        adams = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)
+        if self.config.proximal_metric == "adam" and not isinstance(optimizer, adams):
+            raise ValueError(
+                f"proximal_metric='adam' needs an Adam optimizer, but RLModule {module_id!r} is "
+                f"trained by {type(optimizer).__name__}. Use proximal_metric='euclidean'."
+            )
 
     @property
     def layouts(self) -> dict[str, Layout]:
