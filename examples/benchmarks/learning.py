@@ -31,6 +31,9 @@ from rllib_admm import ADMMDQNConfig
 
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {"weight_sync": "ddp"},
+    # What "ddp" computes (tests/test_learner_equivalence.py), without a call per gradient step:
+    # one learner, whose minibatch is as large as all of theirs.
+    "ddp-joint": {"train_batch_size_per_learner": 128},
     "average": {"rho": 0},
     "diloco": {"rho": 0, "outer_momentum": 0.9, "outer_lr": 0.7},
     "admm": {"over_relaxation": 1.0, "proximal_metric": "adam"},
@@ -54,10 +57,9 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
         ADMMDQNConfig()
         .environment(ENV, env_config={"different": shards == "different"})
         .env_runners(num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25)
-        .learners(num_learners=2, num_cpus_per_learner=0.5)
+        .learners(num_learners=1 if method == "ddp-joint" else 2, num_cpus_per_learner=0.5)
         .training(
             lr=[[0, args.lr], [args.env_steps, args.lr / 10]],
-            train_batch_size_per_learner=64,
             training_intensity=args.intensity,
             epsilon=[(0, 1.0), (args.env_steps // 5, 0.05)],
             num_steps_sampled_before_learning_starts=2000,
@@ -66,7 +68,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
             n_step=3,
             local_steps=k,
             quantization_bits=args.bits,
-            **(METHODS[method] | json.loads(args.override)),
+            **({"train_batch_size_per_learner": 64} | METHODS[method] | json.loads(args.override)),
         )
         .rl_module(
             model_config={"fcnet_hiddens": [args.width, args.width], "fcnet_activation": "relu"}
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--env-steps", type=int, default=120_000)
     parser.add_argument("--episodes", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--intensity", type=float, default=64.0)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--bits", type=int, default=8)
