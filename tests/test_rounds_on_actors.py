@@ -121,6 +121,16 @@ def test_training_and_evaluation_need_no_full_precision_weights(
             raise AssertionError("RLlib's sync_weights was called")
 
         monkeypatch.setattr(EnvRunnerGroup, "sync_weights", refuse)
+        kinds: list[str] = []
+        broadcast = ConsensusLearnerGroup.broadcast
+
+        def spy(self: Any, held_round: int | None) -> Any:
+            sent = broadcast(self, held_round)
+            if sent is not None:
+                kinds.append("keyframe" if sent.base_round is None else "difference")
+            return sent
+
+        monkeypatch.setattr(ConsensusLearnerGroup, "broadcast", spy)
         for group in (algo.env_runner_group, algo.eval_env_runner_group):
             group.foreach_env_runner(_no_full_precision)
         warm_up(algo)
@@ -141,9 +151,9 @@ def test_training_and_evaluation_need_no_full_precision_weights(
                 assert np.array_equal(weights, z)
         local = algo.get_module().parameters()
         assert np.array_equal(np.concatenate([p.detach().numpy().ravel() for p in local]), z)
-        # Differences went out, not one keyframe per round.
-        per_round = result["consensus"]["bytes_broadcast_lifetime"] / result["consensus"]["round"]
-        assert per_round < 0.9 * 2 * 4 * z.size
+        # Keyframes went out once per runner, differences ever after.
+        assert kinds.count("keyframe") <= 3 + 1
+        assert kinds.count("difference") >= 2 * 3
     finally:
         algo.stop()
 
@@ -196,13 +206,15 @@ def test_corrupted_broadcast_is_named_and_replaced_by_a_keyframe(
         algo.train()
         broadcast = ConsensusLearnerGroup.broadcast
         kinds: list[str] = []
+        hit: list[bool] = []
 
         def corrupt(self: Any, held_round: int | None) -> Any:
             sent = broadcast(self, held_round)
             if sent is None:
                 return sent
             kinds.append("keyframe" if sent.base_round is None else "difference")
-            if len(kinds) == 1:
+            if not hit:
+                hit.append(True)
                 move = bytearray(sent.moves[MODULE])
                 move[-40] ^= 255
                 sent.moves[MODULE] = bytes(move)
@@ -263,7 +275,8 @@ def test_ddp_replicas_stay_equal_over_rounds() -> None:
         first, second = algo.learner_group.get_consensus_states(MODULE)
         assert np.array_equal(first["theta"], second["theta"])
         assert np.array_equal(first["theta"], algo.learner_group.z(MODULE).numpy())
-        assert result["consensus"]["compression_per_nic"] == pytest.approx(1.0)
+        # Gradients up and their mean down on every step, plus z once per round of 16 steps.
+        assert 0.85 < result["consensus"]["compression_per_nic"] < 1.0
     finally:
         algo.stop()
 

@@ -423,8 +423,7 @@ class ConsensusLearnerGroup(LearnerGroup):
         return summary
 
     def _receive(self, coordinator: Coordinator, upload: bytes, name: str) -> None:
-        if self.config.weight_sync == "admm":
-            self.traffic.up += len(upload)
+        self.traffic.up += len(upload)
         try:
             coordinator.receive(upload)
         except (MessageError, NonFiniteError) as error:
