@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import ray
 
 from rllib_admm.learner.errors import PlacementError
+
+logger = logging.getLogger(__name__)
 
 
 def wait_for_room(config: Any, algorithm: type) -> None:
@@ -23,10 +26,14 @@ def wait_for_room(config: Any, algorithm: type) -> None:
     Raises:
         PlacementError: If there is no room after `placement_timeout_s`.
     """
-    if not ray.is_initialized() or ray.util.get_current_placement_group() is not None:
+    if not ray.is_initialized():
+        # What Ray does at the first remote call anyway; after it the resources are known.
+        ray.init()
+    if ray.util.get_current_placement_group() is not None:
         return
     asked = requested_resources(config, algorithm)
     deadline = time.monotonic() + config.placement_timeout_s
+    warned = False
     while True:
         offered = ray.cluster_resources()
         short = {k: v for k, v in asked.items() if v > offered.get(k, 0.0) + 1e-6}
@@ -39,6 +46,15 @@ def wait_for_room(config: Any, algorithm: type) -> None:
                 f"{config.placement_timeout_s:g} s. Ask for fewer learners or EnvRunners, or for "
                 "fractions: config.learners(num_cpus_per_learner=0.5), "
                 "config.env_runners(num_cpus_per_env_runner=0.25)."
+            )
+        if not warned:
+            warned = True
+            logger.warning(
+                "The cluster offers %s, this configuration asks for %s: waiting up to %g s for it "
+                "to grow.",
+                _text(offered, short),
+                _text(asked, short),
+                config.placement_timeout_s,
             )
         time.sleep(min(0.5, max(0.01, deadline - time.monotonic())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -71,6 +72,8 @@ class ConsensusLearnerGroup(LearnerGroup):
         self._module_spec = module_spec or self.config.get_multi_rl_module_spec()
         self._placement_group = placement_group
         self._is_shut_down = False
+        # Evaluation may ask for z from another thread than the one that trains.
+        self._lock = threading.RLock()
         self._members: list[Member] = []
         self._ts_dropped = 0
         self._worker_manager = None
@@ -264,7 +267,8 @@ class ConsensusLearnerGroup(LearnerGroup):
             results = self._collect(pending.references)
         for index, result in results.items():
             self._confirm(self._members[index], pending.requests[index], result)
-        return self._close(pending, results)
+        with self._lock:
+            return self._close(pending, results)
 
     def _is_ddp(self, local_steps: int) -> bool:
         return self.config.weight_sync == "ddp" and local_steps > 0
@@ -504,6 +508,10 @@ class ConsensusLearnerGroup(LearnerGroup):
         Returns:
             A difference if it is one round behind, a keyframe if more, None if up to date.
         """
+        with self._lock:
+            return self._broadcast(held_round)
+
+    def _broadcast(self, held_round: int | None) -> Broadcast | None:
         now = self.round
         if held_round == now:
             return None
