@@ -200,6 +200,26 @@ def print_table(path: Path) -> None:
         )
 
 
+def print_comparison(path: Path, first: str, second: str) -> None:
+    """Prints the difference of two methods' greedy returns with its bootstrap interval."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    a, b = (
+        np.array([r["greedy_mean"] for r in rows if r["method"] == name])
+        for name in (first, second)
+    )
+    rng = np.random.default_rng(0)
+    draws = a[rng.integers(0, len(a), (5000, len(a)))].mean(axis=1) - b[
+        rng.integers(0, len(b), (5000, len(b)))
+    ].mean(axis=1)
+    low, high = np.percentile(draws, [10, 90])
+    print(f"{first}: {np.round(a).tolist()} mean={a.mean():.0f} median={np.median(a):.0f}")
+    print(f"{second}: {np.round(b).tolist()} mean={b.mean():.0f} median={np.median(b):.0f}")
+    print(
+        f"difference={a.mean() - b.mean():.0f} lower_90_bound={low:.0f} upper_90_bound={high:.0f} "
+        f"minus_10_percent={-0.1 * abs(b.mean()):.0f}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parses the command line; runs what is missing, or prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,10 +236,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--override", default="{}", help="JSON of .training() options")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/learning.jsonl"))
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--compare", help="two methods, e.g. admm-relaxed,ddp-joint")
     parser.add_argument("--random", action="store_true", help="print the random control")
     args = parser.parse_args(argv)
     if args.table:
         print_table(args.out)
+        return 0
+    if args.compare:
+        print_comparison(args.out, *args.compare.split(","))
         return 0
     if args.random:
         print(f"random policy: {np.mean(random_returns(args.episodes)):.0f}")
