@@ -54,6 +54,8 @@ CONSENSUS_RESULTS = "consensus"
 """Key of the consensus' metrics in a train result."""
 
 _STATE = "admm"
+# Per sub-environment: bounds what one sample call may take, so that `sample_timeout_s` holds.
+_MOST_STEPS_PER_CALL = 1000
 
 
 class ADMMDQNConfig(DQNConfig):
@@ -74,6 +76,7 @@ class ADMMDQNConfig(DQNConfig):
     """
 
     n_step: int | tuple[int, int]
+    _train_batch_size_per_learner: int | None
     rollout_fragment_length: int | str
 
     def __init__(self, algo_class: type[Algorithm] | None = None) -> None:
@@ -182,6 +185,9 @@ class ADMMDQNConfig(DQNConfig):
         own = {k: v for k, v in locals().items() if k not in ("self", "kwargs", "__class__")}
         refuse_unknown_keywords(kwargs, own)
         super().training(**kwargs)
+        if "train_batch_size" in kwargs and "train_batch_size_per_learner" not in kwargs:
+            # RLlib divides it by the number of learners, unless the other one is set.
+            self._train_batch_size_per_learner = None
         for key, value in own.items():
             if value is not NotProvided:
                 setattr(self, key, value)
@@ -205,6 +211,9 @@ class ADMMDQNConfig(DQNConfig):
             refuse_unknown_key(self, key)
         for key in (STDOUT_FILE, STDERR_FILE):
             config_dict.pop(key, None)
+        per_learner = {"train_batch_size_per_learner", "_train_batch_size_per_learner"}
+        if "train_batch_size" in config_dict and not per_learner & set(config_dict):
+            self._train_batch_size_per_learner = None
         model_config = config_dict.pop("model_config", None)
         learner_class = config_dict.pop("learner_class", None)
         super().update_from_dict(config_dict)
@@ -343,6 +352,8 @@ class ADMMDQN(DQN):
         - Fragments go to the shards by reference; z goes to the local EnvRunner.
         """
         learning = self._steps_in_shards >= self._steps_before_learning
+        # Without runners nothing new comes in: learning on would wear out the old data.
+        learning = learning and (self._samples_locally or self._some_runner_is_healthy)
         group, runners = self.learner_group, self.env_runner_group
         with self.metrics.log_time((TIMERS, LEARNER_UPDATE_TIMER)):
             work = group.start_round(
@@ -376,6 +387,10 @@ class ADMMDQN(DQN):
         return bool(self.env_runner_group.num_remote_env_runners() == 0)
 
     @property
+    def _some_runner_is_healthy(self) -> bool:
+        return bool(self.env_runner_group.num_healthy_remote_env_runners() > 0)
+
+    @property
     def _steps_before_learning(self) -> int:
         return int(self.config.num_steps_sampled_before_learning_starts or 0)
 
@@ -387,16 +402,17 @@ class ADMMDQN(DQN):
     def _start_sampling(self, learning: bool) -> None:
         """Asks the runners for as many env steps as the replay ratio owes."""
         c = self.config
-        workers = [0] if self._samples_locally else self.env_runner_group.healthy_env_runner_ids()
+        workers = [0] if self._samples_locally else self.env_runner_group.idle_env_runner_ids()
         per_call = max(1, len(workers)) * c.num_envs_per_env_runner
         if learning:
             self._steps_owed += c.env_steps_per_round
             num_steps = math.floor(self._steps_owed / per_call)
             if num_steps < c.get_rollout_fragment_length():
                 num_steps = 0
+            num_steps = min(num_steps, _MOST_STEPS_PER_CALL)
         else:
             missing = max(1, self._steps_before_learning - self._steps_in_shards)
-            num_steps = math.ceil(missing / per_call)
+            num_steps = min(_MOST_STEPS_PER_CALL, math.ceil(missing / per_call))
         complete = c.batch_mode == "complete_episodes" and num_steps > 0
         self._requests = {
             worker: SampleRequest(
@@ -511,7 +527,8 @@ class ADMMDQN(DQN):
         super().set_state(state)
         if _STATE in state:
             self._steps_owed = state[_STATE]["steps_owed"]
-            self._steps_in_shards = state[_STATE]["steps_in_shards"]
+            restored = self.learner_group.replay_restored
+            self._steps_in_shards = state[_STATE]["steps_in_shards"] if restored else 0
 
     @override(Checkpointable)
     def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:

@@ -205,6 +205,7 @@ def _validate_refused(config: Any) -> None:
         "torch_compile_learner": "The learner's short path is as fast without it.",
         "count_steps_by": "Schedules count env steps.",
         "burn_in_len": "Stateful modules are not supported yet.",
+        "_torch_grad_scaler_class": "The local steps run in full precision.",
         "optimizer": "Override configure_optimizers_for_module of ADMMDQNTorchLearner.",
     }
     for name, fix in unsupported.items():
@@ -226,7 +227,8 @@ def _validate_refused(config: Any) -> None:
     if config.model_config.get("use_lstm"):
         raise ValueError(
             "model_config['use_lstm']=True is not supported by ADMMDQN yet: its replay shards "
-            "serve transitions. Use frame stacking, or a stateless encoder."
+            "serve transitions. Use a stateless encoder, with an environment wrapper that stacks "
+            "frames."
         )
     if config.is_multi_agent:
         raise ValueError(
@@ -243,6 +245,19 @@ def _validate_learner_class(config: Any) -> None:
             f"learner_class={config.learner_class.__name__} is not allowed: it must be a subclass "
             "of rllib_admm.learner.ADMMDQNTorchLearner, which owns the replay shard."
         )
+    if overrides_gradients(config.learner_class):
+        raise ValueError(
+            f"learner_class={config.learner_class.__name__} overrides compute_gradients, which "
+            "ADMMDQN does not call. Override postprocess_gradients_for_module instead."
+        )
+
+
+def overrides_gradients(learner_class: Any) -> bool:
+    """Returns whether a Learner class has a `compute_gradients` of its own."""
+    from ray.rllib.core.learner.torch.torch_learner import TorchLearner
+
+    own: Any = inspect.unwrap(learner_class.compute_gradients)
+    return own is not inspect.unwrap(TorchLearner.compute_gradients)
 
 
 _SPACES: dict[str, gym.Space[Any] | None] = {}

@@ -9,6 +9,11 @@ import numpy as np
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 
 
+def has_learned(result: dict[str, Any]) -> bool:
+    """Returns whether a train result tells of gradient steps."""
+    return bool(result["consensus"]["gradient_steps_lifetime"] > 0)
+
+
 def random_episodes(env: gym.Env[Any, Any], *, steps: int, seed: int) -> list[SingleAgentEpisode]:
     """Returns whole episodes of a random policy with at least `steps` env steps in all."""
     rng = np.random.default_rng(seed)

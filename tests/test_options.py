@@ -246,6 +246,14 @@ def test_misspelt_options_name_the_nearest() -> None:
         base_config().update_from_dict({"training": {"lr": 1e-3}})
 
 
+def test_train_batch_size_is_divided_by_the_learners_as_in_rllib() -> None:
+    config = ADMMDQNConfig().training(train_batch_size=64)
+    assert config.train_batch_size_per_learner == 32
+    config = ADMMDQNConfig().learners(num_learners=4).update_from_dict({"train_batch_size": 64})
+    assert config.train_batch_size_per_learner == 16
+    assert ADMMDQNConfig().train_batch_size_per_learner == 32
+
+
 def test_update_from_dict_takes_model_config_and_its_own_to_dict() -> None:
     config = base_config().update_from_dict({"model_config": {"fcnet_hiddens": [7]}})
     assert config.model_config["fcnet_hiddens"] == [7]

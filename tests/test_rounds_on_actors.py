@@ -14,6 +14,7 @@ from rllib_admm import ADMMDQNConfig
 from rllib_admm.learner import ConsensusLearnerGroup, PlacementError
 from rllib_admm.replay.errors import ReplayDataError
 from tests.envs import NaNReward, TwoWorlds
+from tests.helpers import has_learned
 
 MODULE = "default_policy"
 BLOCK = 256
@@ -46,7 +47,7 @@ def make_config(**training: Any) -> ADMMDQNConfig:
 
 
 def warm_up(algo: Any) -> None:
-    while "consensus" not in algo.train():
+    while not has_learned(algo.train()):
         pass
     algo.learner_group.settle()
 

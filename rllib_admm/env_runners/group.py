@@ -9,6 +9,7 @@ from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.annotations import override
 
 from rllib_admm.connectors.quantized_broadcast import write_parameters
+from rllib_admm.consensus import MessageError
 from rllib_admm.env_runners.sampling import (
     SampleReply,
     SampleRequest,
@@ -29,6 +30,8 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
     held_rounds: dict[int, int | None]
     bytes_broadcast: int
     num_broadcasts_rejected: int
+    generation: int
+    sampling: set[int]
 
     @classmethod
     def adopt(cls, group: EnvRunnerGroup) -> ConsensusEnvRunnerGroup:
@@ -38,6 +41,8 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
         group.held_rounds = {}
         group.bytes_broadcast = 0
         group.num_broadcasts_rejected = 0
+        group.generation = 0
+        group.sampling = set()
         return group
 
     def forget(self, worker_id: int) -> None:
@@ -48,6 +53,10 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
         self, worker_id: int, learner_group: ConsensusLearnerGroup
     ) -> Broadcast | None:
         """Returns what EnvRunner `worker_id` (0: local) lacks, and counts its bytes."""
+        if self.generation != learner_group.generation:
+            # The consensus started anew: the same round number means another z.
+            self.held_rounds.clear()
+            self.generation = learner_group.generation
         broadcast = learner_group.broadcast(self.held_rounds.get(worker_id))
         if broadcast is not None and worker_id > 0:
             self.bytes_broadcast += broadcast.nbytes
@@ -55,9 +64,16 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
 
     # ---- Sampling -------------------------------------------------------------------
 
+    def idle_env_runner_ids(self) -> list[int]:
+        """Returns the healthy remote EnvRunners that are not still busy with an old request."""
+        healthy = self.healthy_env_runner_ids()
+        self.sampling &= set(healthy)
+        return [i for i in healthy if i not in self.sampling]
+
     def start_sampling(self, requests: dict[int, SampleRequest]) -> None:
         """Sets remote EnvRunners to work; `finish_sampling` collects."""
         if requests:
+            self.sampling |= set(requests)
             self.foreach_env_runner_async(
                 [partial(sample_fragments, request=r, remote=True) for r in requests.values()],
                 tag=_SAMPLE,
@@ -67,6 +83,7 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
     def finish_sampling(self, timeout_s: float | None) -> dict[int, SampleReply]:
         """Returns the replies that came within `timeout_s`, by worker ID, in their order."""
         replies = dict(self.fetch_ready_async_reqs(tags=_SAMPLE, timeout_seconds=timeout_s))
+        self.sampling -= set(replies)
         for worker_id, reply in replies.items():
             self.held_rounds[worker_id] = reply.held_round
             self.num_broadcasts_rejected += reply.broken is not None
@@ -127,21 +144,25 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
 
     def deliver(self, learner_group: ConsensusLearnerGroup, worker_ids: list[int]) -> None:
         """Brings remote EnvRunners to z and waits until they hold it."""
-        broadcasts = {i: self.broadcast_for(i, learner_group) for i in worker_ids}
-        behind = {i: b for i, b in broadcasts.items() if b is not None}
-        if not behind:
-            return
-        timeout = self._remote_config.env_runner_restore_timeout_s
-        results = self._worker_manager.foreach_actor(
-            [partial(_take, broadcast=b) for b in behind.values()],
-            remote_actor_ids=list(behind),
-            timeout_seconds=timeout,
-        )
-        for result in results:
-            self.held_rounds[result.actor_id] = result.get() if result.ok else None
-            if not result.ok and not self._ignore_ray_errors_on_env_runners:
-                raise result.get()
+        # A difference that does not fit there (a restart unnoticed) is followed by a keyframe.
+        for _ in range(2):
+            broadcasts = {i: self.broadcast_for(i, learner_group) for i in worker_ids}
+            behind = {i: b for i, b in broadcasts.items() if b is not None}
+            if not behind:
+                return
+            results = self._worker_manager.foreach_actor(
+                [partial(_take, broadcast=b) for b in behind.values()],
+                remote_actor_ids=list(behind),
+                timeout_seconds=self._remote_config.env_runner_restore_timeout_s,
+            )
+            for result in results:
+                self.held_rounds[result.actor_id] = result.get() if result.ok else None
+                if not result.ok and not self._ignore_ray_errors_on_env_runners:
+                    raise result.get()
 
 
 def _take(env_runner: Any, *, broadcast: Broadcast) -> int | None:
-    return take_broadcast(env_runner, broadcast)
+    try:
+        return take_broadcast(env_runner, broadcast)
+    except MessageError:
+        return None

@@ -83,7 +83,12 @@ class ConsensusLearnerGroup(LearnerGroup):
         self.num_fragments_lost = 0
         self.num_non_finite = 0
         self.traffic = Traffic()
+        # Grows whenever the consensus starts anew: round numbers are counted again then.
+        self.generation = 0
+        self.replay_restored = False
         self._env_steps = 0
+        self._last_target_update: dict[str, int] = {}
+        self._learner_error: Exception | None = None
 
         # Holds z in this process; with num_learners=0 it is also the one that learns.
         self._z_learner = self._build_learner()
@@ -105,11 +110,12 @@ class ConsensusLearnerGroup(LearnerGroup):
 
     # ---- Start-up -------------------------------------------------------------------
 
-    def _build_learner(self, index: int = 0) -> Any:
-        learner = self.config.learner_class(config=self.config, module_spec=self._module_spec)
-        learner._set_learner_index_and_placement_group(
-            learner_index=index, placement_group=self._placement_group
-        )
+    def _build_learner(self) -> Any:
+        config = self.config.copy(copy_frozen=False)
+        if self.is_remote:
+            # It only holds z; the GPUs are the remote learners'.
+            config.num_gpus_per_learner = 0
+        learner = config.learner_class(config=config, module_spec=self._module_spec)
         learner.build()
         return learner
 
@@ -172,6 +178,12 @@ class ConsensusLearnerGroup(LearnerGroup):
     def _start_consensus(self) -> None:
         """(Re)starts the consensus on all learners from the weights of `_z_learner`."""
         c = self.config
+        self.generation += 1
+        for member in self._members:
+            if member.building is not None:
+                ray.get(member.building, timeout=c.placement_timeout_s)
+                member.building = None
+            member.fragments = []
         self._coordinators = {}
         names = [m.name for m in self._members]
         if c.weight_sync == "ddp":
@@ -203,6 +215,7 @@ class ConsensusLearnerGroup(LearnerGroup):
         )
         for member in self._members:
             member.replies, member.snapshots, member.norms = {}, {}, {}
+            member.metric_scale, member.rejected = {}, []
 
     # ---- Rounds ---------------------------------------------------------------------
 
@@ -217,8 +230,9 @@ class ConsensusLearnerGroup(LearnerGroup):
         return sum(m.building is None for m in self._members)
 
     def z(self, module_id: str) -> torch.Tensor:
-        """Returns the consensus, shape (P,) (the coordinator's own tensor: do not change it)."""
-        return self._coordinators[module_id].consensus.z
+        """Returns a copy of the consensus, shape (P,)."""
+        with self._lock:
+            return self._coordinators[module_id].consensus.z.clone()
 
     def deliver(self, fragments: Mapping[int, Sequence[tuple[str, Any]]]) -> None:
         """Addresses data to learners' shards; it travels with their next round.
@@ -245,8 +259,9 @@ class ConsensusLearnerGroup(LearnerGroup):
             request = RoundRequest(
                 env_steps, local_steps, member.replies, member.snapshots, list(member.fragments)
             )
-            self.traffic.down += sum(len(r.message) for r in member.replies.values())
-            self.traffic.down += sum(s.nbytes for s in member.snapshots.values())
+            if self.is_remote:
+                self.traffic.down += sum(len(r.message) for r in member.replies.values())
+                self.traffic.down += sum(s.nbytes for s in member.snapshots.values())
             requests[member.index] = request
             if member.actor is not None:
                 method = "ddp_begin" if self._is_ddp(local_steps) else "run_round"
@@ -267,6 +282,12 @@ class ConsensusLearnerGroup(LearnerGroup):
             results = self._collect(pending.references)
         for index, result in results.items():
             self._confirm(self._members[index], pending.requests[index], result)
+        if self._learner_error is not None:
+            error, self._learner_error = self._learner_error, None
+            raise error
+        if not results:
+            self._wait_for_a_replacement(pending)
+            return RoundSummary()
         with self._lock:
             return self._close(pending, results)
 
@@ -288,10 +309,11 @@ class ConsensusLearnerGroup(LearnerGroup):
                 member.name,
                 ", ".join(result.non_finite),
             )
-        for module_id, reason in result.rejected.items():
+        self._last_target_update.update(result.last_target_update)
+        member.rejected = list(result.rejected)
+        for reason in result.rejected.values():
             self.num_messages_rejected += 1
             logger.warning("%s could not apply a reply: %s", member.name, reason)
-            self._readmit(member, module_id)
 
     def _readmit(self, member: Member, module_id: str) -> None:
         """Lets a learner that lost the thread start anew from z, keeping its dual."""
@@ -316,17 +338,32 @@ class ConsensusLearnerGroup(LearnerGroup):
                 results[index] = ray.get(ready[0])
             except ray.exceptions.RayActorError as error:
                 self._replace(self._members[index], f"died: {error.__class__.__name__}")
+            except ray.exceptions.RayTaskError as error:
+                # Raised once the others have been heard, so that their state is known.
+                self._learner_error = error
         for index in waiting.values():
             timeout = self.config.round_timeout_s
             self._replace(self._members[index], f"did not answer within {timeout:g} s")
-        if not results:
-            raise LearnerFailure(
-                f"No learner survived round {self.round}. The consensus is still held by this "
-                "process: save a checkpoint to keep it."
-            )
         return dict(sorted(results.items()))
 
+    def _wait_for_a_replacement(self, pending: PendingRound) -> None:
+        """Nobody answered: waits until a replacement is up, which then starts from z."""
+        building = [m.building for m in self._members if m.building is not None]
+        if not building or not pending.requests:
+            return
+        timeout = self.config.placement_timeout_s
+        if not ray.wait(building, timeout=timeout)[0]:
+            raise LearnerFailure(
+                f"No learner survived round {self.round}, and no replacement was up after "
+                f"placement_timeout_s={timeout:g} s."
+            )
+
     def _replace(self, member: Member, reason: str) -> None:
+        if self.config.weight_sync == "ddp":
+            raise LearnerFailure(
+                f"{member.name} {reason}. weight_sync='ddp' is synchronous and ends with it; "
+                "weight_sync='admm' would have replaced it."
+            )
         member.restarts += 1
         self.num_restarts += 1
         if member.restarts > self.config.max_learner_restarts:
@@ -347,6 +384,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             coordinator.remove(member.name)
         member.actor, member.building = self._make_actor(member.index)
         member.replies, member.snapshots, member.norms = {}, {}, {}
+        member.metric_scale, member.rejected = {}, []
 
     def _let_restarted_join(self) -> None:
         joined = False
@@ -381,11 +419,6 @@ class ConsensusLearnerGroup(LearnerGroup):
             timeout=self.config.round_timeout_s,
         )
         for module_id, coordinator in self._coordinators.items():
-            if self.config.weight_sync == "ddp":
-                member.snapshots[module_id] = coordinator.consensus.snapshot()
-                if member.name not in coordinator.learners and member.index == 0:
-                    coordinator.add(member.name)
-                continue
             mean = coordinator.mean_dual(survivors)
             if self.config.on_learner_failure == "mean_dual":
                 member.snapshots[module_id] = coordinator.add(member.name, mean)
@@ -404,6 +437,10 @@ class ConsensusLearnerGroup(LearnerGroup):
     def _close(self, pending: PendingRound, results: dict[int, RoundResult]) -> RoundSummary:
         summary = RoundSummary([r.metrics for r in results.values() if r.metrics is not None])
         if not pending.local_steps:
+            for index in results:
+                for module_id in self._members[index].rejected:
+                    self._readmit(self._members[index], module_id)
+            summary.consensus = self._metrics({mid: [] for mid in self._coordinators}, len(results))
             return summary
         summary.gradient_steps = sum(r.gradient_steps for r in results.values())
         parameters = sum(layout.size for layout in self.layouts.values())
@@ -413,21 +450,25 @@ class ConsensusLearnerGroup(LearnerGroup):
         for module_id, coordinator in self._coordinators.items():
             for index, result in results.items():
                 name = self._members[index].name
+                # Who could not follow the last round has nothing to say in this one.
+                if module_id in self._members[index].rejected:
+                    continue
                 if module_id in result.uploads and name in coordinator.learners:
-                    if module_id in self._members[index].snapshots:
-                        continue
                     self._receive(coordinator, result.uploads[module_id], name)
             norms[module_id] = [m.norms[module_id] for m in self._members if module_id in m.norms]
             reply = coordinator.close_round(self._rho0(module_id), norms[module_id])
             self._last_replies[module_id] = reply
             for index in results:
-                if module_id not in self._members[index].snapshots:
+                if module_id in self._members[index].rejected:
+                    self._readmit(self._members[index], module_id)
+                else:
                     self._members[index].replies[module_id] = reply
         summary.consensus = self._metrics(norms, len(results))
         return summary
 
     def _receive(self, coordinator: Coordinator, upload: bytes, name: str) -> None:
-        self.traffic.up += len(upload)
+        if self.is_remote:
+            self.traffic.up += len(upload)
         try:
             coordinator.receive(upload)
         except (MessageError, NonFiniteError) as error:
@@ -482,20 +523,33 @@ class ConsensusLearnerGroup(LearnerGroup):
         vector_bytes = 4 * sum(layout.size for layout in self.layouts.values())
         for step in range(pending.local_steps):
             last = step + 1 == pending.local_steps
-            gradients = self._get([self._call(m, "ddp_step", mean, last) for m in members])
+            gradients = self._get_synchronously(
+                members, [self._call(m, "ddp_step", mean, last) for m in members]
+            )
             averaged = mean_gradients(gradients)
             mean = averaged if self.is_local else ray.put(averaged)
             if len(members) > 1:
                 self.traffic.up += vector_bytes * sum(bool(g) for g in gradients)
                 self.traffic.down += vector_bytes * len(members)
-        results = self._get(
-            [self._call(m, "ddp_end", mean, pending.requests[m.index]) for m in members]
+        results = self._get_synchronously(
+            members,
+            [self._call(m, "ddp_end", mean, pending.requests[m.index]) for m in members],
         )
         for member, result in zip(members, results, strict=True):
             result.norms = begun[member.index].norms
             result.rejected = begun[member.index].rejected
             result.fragments_lost = begun[member.index].fragments_lost
         return {m.index: r for m, r in zip(members, results, strict=True)}
+
+    def _get_synchronously(self, members: Sequence[Member], values: Sequence[Any]) -> list[Any]:
+        try:
+            return self._get(values)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            names = ", ".join(member.name for member in members)
+            raise LearnerFailure(
+                f"One of {names} did not answer ({error.__class__.__name__}). weight_sync='ddp' "
+                "is synchronous and ends with it; weight_sync='admm' would have replaced it."
+            ) from error
 
     # ---- EnvRunners -----------------------------------------------------------------
 
@@ -530,17 +584,25 @@ class ConsensusLearnerGroup(LearnerGroup):
 
     def _sync_z_learner(self, *, full: bool) -> Any:
         """Writes z into this process' learner; `full` also fetches the target networks."""
-        if self.is_remote and full:
-            for member in self._members:
-                if member.building is None:
-                    state = ray.get(
-                        member.actor.get_state.remote(components=COMPONENT_RL_MODULE),
-                        timeout=self.config.round_timeout_s,
-                    )
-                    self._z_learner.module.set_state(state[COMPONENT_RL_MODULE])
-                    break
+        found = not (self.is_remote and full)
+        for member in self._members if not found else []:
+            if member.building is not None:
+                continue
+            try:
+                state = ray.get(
+                    member.actor.get_state.remote(components=COMPONENT_RL_MODULE),
+                    timeout=self.config.round_timeout_s,
+                )
+            except ray.exceptions.RayError:
+                continue
+            self._z_learner.module.set_state(state[COMPONENT_RL_MODULE])
+            found = True
+            break
         for module_id, coordinator in self._coordinators.items():
             self._z_learner.write_theta(module_id, coordinator.consensus.z)
+        if not found:
+            # The target networks died with the learners: they start again from z.
+            self._z_learner.copy_targets()
         return self._z_learner.module.get_state() if full else None
 
     @override(LearnerGroup)
@@ -559,6 +621,12 @@ class ConsensusLearnerGroup(LearnerGroup):
             **kwargs: Passed on; `inference_only=True` leaves out target networks.
         """
         state: dict[str, Any] = {}
+        whole = any(
+            self._check_component(part, components, not_components)
+            for part in (COMPONENT_CONSENSUS, COMPONENT_LOCAL_STATES)
+        )
+        if whole:
+            self.settle()
         if self._check_component(COMPONENT_LEARNER, components, not_components):
             self._sync_z_learner(full=not kwargs.get("inference_only", False))
             state[COMPONENT_LEARNER] = self._z_learner.get_state(
@@ -575,6 +643,7 @@ class ConsensusLearnerGroup(LearnerGroup):
                 "traffic": self.traffic.get_state(),
                 "lr": dict(self._lr),
                 "rho_scale": dict(self._rho_scale),
+                "last_target_update": dict(self._last_target_update),
             }
         if self._check_component(COMPONENT_LOCAL_STATES, components, not_components):
             state[COMPONENT_LOCAL_STATES] = self._local_states()
@@ -585,12 +654,17 @@ class ConsensusLearnerGroup(LearnerGroup):
         self.finish_round(self.start_round(env_steps=self._env_steps, local_steps=0))
 
     def _local_states(self) -> dict[str, Any]:
-        self.settle()
         with_replay = bool(self.config.store_buffer_in_checkpoints)
         members = [m for m in self._members if m.building is None]
         references = [self._call(m, "get_local_state", with_replay) for m in members]
-        states = self._get(references)
-        return {m.name: s for m, s in zip(members, states, strict=True)}
+        states = {}
+        for member, reference in zip(members, references, strict=True):
+            try:
+                states[member.name] = self._get([reference])[0]
+            except ray.exceptions.RayError as error:
+                # What it alone held is lost; z and the others are not.
+                logger.warning("%s is missing in this checkpoint: %s", member.name, error)
+        return states
 
     @override(LearnerGroup)
     def set_state(self, state: dict[str, Any]) -> None:
@@ -612,7 +686,12 @@ class ConsensusLearnerGroup(LearnerGroup):
         self._rho_scale.update(consensus["rho_scale"])
         locals_ = state.get(COMPONENT_LOCAL_STATES, {})
         names = {m.name for m in self._members}
-        same = set(locals_) == names
+        self._last_target_update.update(consensus["last_target_update"])
+        same = set(locals_) == names and all(
+            set(saved["h"]) == (names if self.config.weight_sync == "admm" else {"learner-0"})
+            for saved in consensus["coordinators"].values()
+        )
+        self.replay_restored = same and any(state["replay"] for state in locals_.values())
         for module_id, coordinator in self._coordinators.items():
             saved = consensus["coordinators"].get(module_id)
             if saved is None:
@@ -624,6 +703,7 @@ class ConsensusLearnerGroup(LearnerGroup):
             coordinator.set_state(
                 {
                     **saved,
+                    "rho": saved["rho"] if self._agrees else 0.0,
                     "z_bar": saved["z"],
                     "h": dict.fromkeys(fresh["h"], saved["z"]),
                     "weights": fresh["weights"],
@@ -635,6 +715,8 @@ class ConsensusLearnerGroup(LearnerGroup):
                 mid: c.consensus.snapshot(rho=c.rho) for mid, c in self._coordinators.items()
             }
         self.settle()
+        schedule = (self._last_target_update, self._env_steps)
+        self._get([self._call(m, "set_schedule", *schedule) for m in self._members])
         if same:
             self._get([self._call(m, "set_local_state", locals_[m.name]) for m in self._members])
         self._sync_z_learner(full=False)

@@ -38,6 +38,7 @@ class Member:
         metric_scale: The newest mean of Adam's sqrt(v) + eps, per ModuleID.
         building: Reference that is ready once a restarted actor is built; None otherwise.
         restarts: How often it was restarted.
+        rejected: ModuleIDs whose last reply it could not apply.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Member:
     metric_scale: dict[str, float] = field(default_factory=dict)
     building: Any = None
     restarts: int = 0
+    rejected: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:

@@ -12,6 +12,9 @@ from torch import Tensor
 class MutedMetrics:
     """Stands in for the MetricsLogger on all but a round's last step: one record per round."""
 
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
     def log_value(self, *args: Any, **kwargs: Any) -> None:
         """Logs nothing."""
 
@@ -20,6 +23,10 @@ class MutedMetrics:
     def log_time(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
         """Times nothing."""
         return contextlib.nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Hands on what does not log, such as `peek`."""
+        return getattr(self._logger, name)
 
 
 class CapturingMetrics:

@@ -44,6 +44,7 @@ class RoundResult:
         rejected: Per ModuleID why a reply could not be applied; that consensus is unchanged
             and needs a snapshot.
         non_finite: ModuleIDs whose parameters were not finite and were reset to z.
+        last_target_update: Per ModuleID the env steps of the last target update.
         busy_s: Seconds of local steps.
     """
 
@@ -57,4 +58,5 @@ class RoundResult:
     fragments_lost: int = 0
     rejected: dict[str, str] = field(default_factory=dict)
     non_finite: list[str] = field(default_factory=list)
+    last_target_update: dict[str, int] = field(default_factory=dict)
     busy_s: float = 0.0

@@ -56,6 +56,7 @@ from rllib_admm.learner.q_learning import overrides, q_functions, q_learning_los
 from rllib_admm.learner.replay import LearnerReplay
 from rllib_admm.learner.round import RoundRequest, RoundResult
 from rllib_admm.replay import Sample
+from rllib_admm.replay.errors import ReplayDataError
 
 
 class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
@@ -68,7 +69,8 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
 
     A subclass may override what any DQN Learner may (`compute_loss_for_module`,
     `configure_optimizers_for_module`, `postprocess_gradients_for_module`, ...); the short
-    paths below step aside for every method that is overridden.
+    paths below step aside then. Not called are `update` and `compute_gradients`; the hooks
+    before and after an update run once per round.
     """
 
     metrics: Any
@@ -79,7 +81,8 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
         self._tensors: dict[str, ModuleTensors] = {}
         self._last_target_update: dict[str, int] = {}
         self._replay: LearnerReplay | None = None
-        self._muted = MutedMetrics()
+        self._muted = MutedMetrics(self.metrics)
+        self._diverged: set[str] = set()
         self._anchors: dict[str, list[Tensor]] = {}
         # Env steps that the round in progress was asked with; its reply is settled with them.
         self._settled_env_steps = 0
@@ -139,12 +142,15 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
             self._last_target_update.setdefault(module_id, 0)
 
     def _check_metric(self, module_id: str) -> None:
-        optimizer = self._optimizer(module_id)
+        optimizers = [optimizer for _, optimizer in self.get_optimizers_for_module(module_id)]
         adams = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)
-        if self.config.proximal_metric == "adam" and not isinstance(optimizer, adams):
+        if self.config.proximal_metric == "adam" and not all(
+            isinstance(optimizer, adams) for optimizer in optimizers
+        ):
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ValueError(
                 f"proximal_metric='adam' needs an Adam optimizer, but RLModule {module_id!r} is "
-                f"trained by {type(optimizer).__name__}. Use proximal_metric='euclidean'."
+                f"trained by {names}. Use proximal_metric='euclidean'."
             )
 
     @property
@@ -231,13 +237,17 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
         for module_id in self._tensors:
             result.lr[module_id] = float(self._get_optimizer_lr(self._optimizer(module_id)))
         result.shard_steps = len(self._replay)
+        result.last_target_update = dict(self._last_target_update)
 
     def _upload(
         self, module_id: str, state: LocalState, weight: float, result: RoundResult
     ) -> bytes:
         try:
+            if module_id in self._diverged:
+                raise NonFiniteError(f"The Q-values of {module_id} are not finite.")
             return state.upload(self.theta(module_id), weight)
         except NonFiniteError:
+            self._diverged.discard(module_id)
             self._reset_to_z(module_id, state)
             result.non_finite.append(module_id)
             return state.upload(state.consensus.z, 0.0)
@@ -274,6 +284,8 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
                 for module_id in self._gradients():
                     steps[module_id] += 1
                 self._apply(self._anchors)
+                if self._diverged:
+                    break
         finally:
             self.metrics = logger
             self._anchors = {}
@@ -302,7 +314,11 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
         for module_id, loss in losses.items():
             self.metrics.log_value((module_id, self.TOTAL_LOSS_KEY), loss.detach(), window=1)
         for module_id, errors in td_errors.items():
-            self._replay.update_priorities(module_id, samples[module_id], errors)
+            try:
+                self._replay.update_priorities(module_id, samples[module_id], errors)
+            except ReplayDataError:
+                # Data are checked on arrival: it is the network that is not finite any more.
+                self._diverged.add(module_id)
         return list(batch)
 
     def _columns(self, module_id: str, sample: Sample) -> dict[str, Any]:
@@ -440,33 +456,39 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
         state, tensors = self._consensus[module_id], self._tensors[module_id]
         optimizer = self._optimizer(module_id)
         lr_rho = float(self._get_optimizer_lr(optimizer)) * state.rho
-        metric = None
-        if self.config.proximal_metric == "adam":
-            metric = self._adam_metric(optimizer, tensors.params)
-            if metric is None:
-                return
-        pull(tensors.params, anchors, lr_rho, metric)
+        if self.config.proximal_metric != "adam":
+            pull(tensors.params, anchors, lr_rho)
+            return
+        rows, metric = self._adam_metric(module_id)
+        if rows:
+            params = [tensors.params[i] for i in rows]
+            pull(params, [anchors[i] for i in rows], lr_rho, metric)
 
-    def _adam_metric(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
-    ) -> list[Tensor] | None:
-        states = [optimizer.state.get(p) for p in params]
-        if any(not s or "exp_avg_sq" not in s for s in states):
-            return None
-        group = optimizer.param_groups[0]
-        return adam_metric(
-            [s["exp_avg_sq"] for s in states if s],
-            float(states[0]["step"]) if states[0] else 1.0,
-            group["betas"][1],
-            group["eps"],
-        )
+    def _adam_metric(self, module_id: str) -> tuple[list[int], list[Tensor]]:
+        """Returns Adam's metric of the parameters that Adam has moved so far, and their rows.
+
+        A parameter that never had a gradient has no second moment and needs no pull.
+        """
+        params = self._tensors[module_id].params
+        position = {id(p): i for i, p in enumerate(params)}
+        rows: list[int] = []
+        metric: list[Tensor] = []
+        for _, optimizer in self.get_optimizers_for_module(module_id):
+            for group in optimizer.param_groups:
+                moved = [p for p in group["params"] if "exp_avg_sq" in optimizer.state.get(p, {})]
+                if not moved:
+                    continue
+                squares = [optimizer.state[p]["exp_avg_sq"] for p in moved]
+                step = float(optimizer.state[moved[0]]["step"])
+                rows.extend(position[id(p)] for p in moved)
+                metric.extend(adam_metric(squares, step, group["betas"][1], group["eps"]))
+        return rows, metric
 
     def _metric_scale(self, module_id: str) -> float:
         if self.config.proximal_metric != "adam":
             return 1.0
-        params = self._tensors[module_id].params
-        metric = self._adam_metric(self._optimizer(module_id), params)
-        if metric is None:
+        _, metric = self._adam_metric(module_id)
+        if not metric:
             return 0.0
         total = sum(float(m.reciprocal().sum()) for m in metric)
         return total / sum(m.numel() for m in metric)
@@ -570,6 +592,20 @@ class ADMMDQNTorchLearner(GradientAveraging, DQNTorchLearner):
     def set_module_state(self, state: dict[str, Any]) -> None:
         """Sets all RLModules' weights, target networks included."""
         self.module.set_state(state)
+
+    def set_schedule(self, last_target_update: Mapping[str, int], env_steps: int) -> None:
+        """Puts target updates and learning rates where the other learners' are."""
+        self._last_target_update.update(last_target_update)
+        self._settled_env_steps = env_steps
+        timesteps = {NUM_ENV_STEPS_SAMPLED_LIFETIME: env_steps}
+        TorchLearner.after_gradient_based_update(self, timesteps=timesteps)
+
+    @torch.no_grad()
+    def copy_targets(self) -> None:
+        """Copies the parameters into the target networks."""
+        for tensors in self._tensors.values():
+            for index, target in tensors.targets:
+                target.copy_(tensors.params[index])
 
     @override(DQNTorchLearner)
     def set_state(self, state: dict[str, Any]) -> None:
