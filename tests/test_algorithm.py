@@ -129,8 +129,8 @@ def test_everything_dqn_reports_is_reported() -> None:
     stock = (
         DQNConfig()
         .environment("CartPole-v1")
-        .training(num_steps_sampled_before_learning_starts=100, train_batch_size_per_learner=16)
-        .reporting(min_sample_timesteps_per_iteration=600)
+        .training(num_steps_sampled_before_learning_starts=50, train_batch_size_per_learner=16)
+        .reporting(min_sample_timesteps_per_iteration=100)
         .debugging(log_level="ERROR")
     )
     ours = local_config().reporting(min_sample_timesteps_per_iteration=600)
