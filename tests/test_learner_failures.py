@@ -61,7 +61,7 @@ def make_config(num_learners: int = 3, **training: Any) -> ADMMDQNConfig:
     )
 
 
-def train_until_active(algo: Any, learners: int, seconds: float = 60.0) -> Any:
+def train_until_active(algo: Any, learners: int, seconds: float = 150.0) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         result = algo.train()
@@ -130,7 +130,7 @@ def test_a_learner_that_hangs_is_replaced_after_the_timeout() -> None:
         result = train_until_active(algo, 2)
         while result["consensus"]["num_learner_restarts"] < 1:
             result = algo.train()
-            assert time.monotonic() - began < 90
+            assert time.monotonic() - began < 180
         assert result["consensus"]["num_learners_active"] == 1
     finally:
         algo.stop()
@@ -161,7 +161,7 @@ def test_killed_env_runner_comes_back_with_a_keyframe() -> None:
             lambda r: os.getpid(), remote_worker_ids=[2], local_env_runner=False
         )[0]
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while True:
             result = algo.train()
             stats = result["fault_tolerance"]
