@@ -42,6 +42,19 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 GRAVITIES = (-10.0, -6.0)
 ENV = "lander-by-worker"
+# What makes two rows the same run: a finished run is not repeated, one with any other setting is.
+IDENTITY = (
+    "method",
+    "local_steps",
+    "shards",
+    "seed",
+    "override",
+    "lr",
+    "intensity",
+    "width",
+    "budget",
+    "bits",
+)
 
 
 def make_env(context: Any) -> gym.Env[Any, Any]:
@@ -136,7 +149,9 @@ def run(args: argparse.Namespace, method: str, k: int, shards: str, seed: int) -
         "local_steps": k,
         "shards": shards,
         "seed": seed,
+        "budget": args.env_steps,
         "env_steps": steps,
+        "bits": args.bits,
         "override": args.override,
         "lr": args.lr,
         "intensity": args.intensity,
@@ -250,9 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
-    identity = ("method", "local_steps", "shards", "seed", "override", "lr", "intensity", "width")
     done = {
-        tuple(row[key] for key in identity)
+        tuple(row[key] for key in IDENTITY)
         for row in map(json.loads, args.out.read_text().splitlines())
     }
     register_env(ENV, make_env)
@@ -264,8 +278,8 @@ def main(argv: list[str] | None = None) -> int:
         args.methods.split(","),
     )
     for seed, shards, k, method in cells:
-        row_id = (method, k, shards, seed, args.override, args.lr, args.intensity, args.width)
-        if row_id in done:
+        settings = (args.override, args.lr, args.intensity, args.width, args.env_steps, args.bits)
+        if (method, k, shards, seed, *settings) in done:
             continue
         row = run(args, method, k, shards, seed)
         with args.out.open("a") as file:
