@@ -192,18 +192,21 @@ def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float,
 def print_table(path: Path) -> None:
     """Prints the results file as a Markdown table."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        key = (row["shards"], row["local_steps"], row["method"], row["override"])
+    table = [json.loads(line) for line in path.read_text().splitlines()]
+    # Runs of different settings are never pooled; what differs within the file is named.
+    extra = [k for k in IDENTITY[5:] if len({row[k] for row in table}) > 1]
+    for row in table:
+        named = " ".join(f"{k}={row[k]}" for k in extra)
+        key = (row["shards"], row["local_steps"], row["method"], row["override"], named)
         groups[key].append(row)
     print(
         "| shards | K | method | seeds | greedy return of z: IQM [90% interval] | training return, "
         "last fifth | its std over time | bytes per gradient step | compression per NIC |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
-    for (shards, k, method, override), rows in sorted(groups.items()):
+    for (shards, k, method, override, named), rows in sorted(groups.items()):
         centre, low, high = bootstrap([r["greedy_mean"] for r in rows])
-        name = method if override == "{}" else f"{method} {override}"
+        name = " ".join(part for part in (method, override, named) if part not in ("", "{}"))
 
         def mean(key: str, rows: list[dict[str, Any]] = rows) -> float:
             return float(np.mean([r[key] for r in rows]))
