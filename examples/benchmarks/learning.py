@@ -54,7 +54,10 @@ IDENTITY = (
     "width",
     "budget",
     "bits",
+    "final_lr_fraction",
 )
+# Settings that older rows do not name, with the value that they ran with.
+DEFAULTS = {"final_lr_fraction": 0.1}
 
 
 def make_env(context: Any) -> gym.Env[Any, Any]:
@@ -72,7 +75,7 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
         .env_runners(num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25)
         .learners(num_learners=1 if method == "ddp-joint" else 2, num_cpus_per_learner=0.5)
         .training(
-            lr=[[0, args.lr], [args.env_steps, args.lr / 10]],
+            lr=[[0, args.lr], [args.env_steps, args.lr * args.final_lr_fraction]],
             training_intensity=args.intensity,
             epsilon=[(0, 1.0), (args.env_steps // 5, 0.05)],
             num_steps_sampled_before_learning_starts=2000,
@@ -156,6 +159,7 @@ def run(args: argparse.Namespace, method: str, k: int, shards: str, seed: int) -
         "lr": args.lr,
         "intensity": args.intensity,
         "width": args.width,
+        "final_lr_fraction": args.final_lr_fraction,
         "greedy_mean": float(np.mean(greedy)),
         "greedy_std": float(np.std(greedy)),
         "training_mean": float(np.nanmean(training)),
@@ -189,10 +193,15 @@ def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float,
     return float(iqm(data)), float(low), float(high)
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a results file."""
+    return [DEFAULTS | json.loads(line) for line in path.read_text().splitlines()]
+
+
 def print_table(path: Path) -> None:
     """Prints the results file as a Markdown table."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    table = [json.loads(line) for line in path.read_text().splitlines()]
+    table = read_rows(path)
     # Runs of different settings are never pooled; what differs within the file is named.
     extra = [k for k in IDENTITY[5:] if len({row[k] for row in table}) > 1]
     for row in table:
@@ -211,19 +220,40 @@ def print_table(path: Path) -> None:
         def mean(key: str, rows: list[dict[str, Any]] = rows) -> float:
             return float(np.mean([r[key] for r in rows]))
 
+        # One learner sends nothing: its row stands for replicas that average every gradient.
+        joint = method == "ddp-joint"
+        traffic = "-" if joint else f"{mean('bytes_per_gradient_step'):,.0f}"
+        compression = "1" if joint else f"{mean('compression_per_nic'):,.0f}"
         print(
-            f"| {shards} | {k} | {name} | {len(rows)} | {centre:.0f} [{low:.0f}, {high:.0f}] | "
+            f"| {shards} | {k} | {name} | {len(rows)} | "
+            f"{centre:.0f} [{low:.0f}, {high:.0f}] | "
             f"{mean('training_mean'):.0f} | {mean('training_std_over_time'):.1f} | "
-            f"{mean('bytes_per_gradient_step'):,.0f} | {mean('compression_per_nic'):,.0f} |"
+            f"{traffic} | {compression} |"
         )
 
 
+def select(rows: list[dict[str, Any]], selection: str) -> list[dict[str, Any]]:
+    """Returns the rows that match `key=value,...`; a bare word is the method.
+
+    Raises:
+        SystemExit: If no row matches, or the rows differ in more than the seed.
+    """
+    wanted = dict(
+        part.split("=", 1) if "=" in part else ("method", part) for part in selection.split(",")
+    )
+    found = [row for row in rows if all(str(row[k]) == v for k, v in wanted.items())]
+    mixed = [k for k in IDENTITY if k != "seed" and len({row[k] for row in found}) > 1]
+    if not found or mixed:
+        raise SystemExit(f"{selection!r}: {'no row' if not found else f'rows differ in {mixed}'}")
+    return sorted(found, key=lambda row: row["seed"])
+
+
 def print_comparison(path: Path, first: str, second: str) -> None:
-    """Prints the difference of two methods' greedy returns with its bootstrap interval."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """Prints the difference of two settings' greedy returns with its bootstrap interval."""
+    rows = read_rows(path)
     a, b = (
-        np.array([r["greedy_mean"] for r in rows if r["method"] == name])
-        for name in (first, second)
+        np.array([row["greedy_mean"] for row in select(rows, selection)])
+        for selection in (first, second)
     )
     rng = np.random.default_rng(0)
     draws = a[rng.integers(0, len(a), (5000, len(a)))].mean(axis=1) - b[
@@ -248,30 +278,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--env-steps", type=int, default=120_000)
     parser.add_argument("--episodes", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--final-lr-fraction", type=float, default=0.1)
     parser.add_argument("--intensity", type=float, default=64.0)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--override", default="{}", help="JSON of .training() options")
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/learning.jsonl"))
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--compare", help="two methods, e.g. admm-relaxed,ddp-joint")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        metavar="SELECTION",
+        help="two settings, e.g. admm-relaxed,local_steps=100 ddp-joint",
+    )
     parser.add_argument("--random", action="store_true", help="print the random control")
     args = parser.parse_args(argv)
     if args.table:
         print_table(args.out)
         return 0
     if args.compare:
-        print_comparison(args.out, *args.compare.split(","))
+        print_comparison(args.out, *args.compare)
         return 0
     if args.random:
         print(f"random policy: {np.mean(random_returns(args.episodes)):.0f}")
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.touch()
-    done = {
-        tuple(row[key] for key in IDENTITY)
-        for row in map(json.loads, args.out.read_text().splitlines())
-    }
+    done = {tuple(row[key] for key in IDENTITY) for row in read_rows(args.out)}
     register_env(ENV, make_env)
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
     cells = itertools.product(
@@ -282,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     for seed, shards, k, method in cells:
         settings = (args.override, args.lr, args.intensity, args.width, args.env_steps, args.bits)
-        if (method, k, shards, seed, *settings) in done:
+        if (method, k, shards, seed, *settings, args.final_lr_fraction) in done:
             continue
         row = run(args, method, k, shards, seed)
         with args.out.open("a") as file:
