@@ -2,7 +2,7 @@
 
 Symmetric rounding to nearest with the block's largest magnitude as full scale
 (as in block-wise 8-bit optimizers, Dettmers et al. 2022, with a linear code). Knows
-vectors only: what is encoded (differences, not states) is `admm.py`'s affair.
+vectors only: what is encoded (differences, not states) is the consensus' affair.
 """
 
 from __future__ import annotations
