@@ -42,8 +42,10 @@ from rllib_admm.config_validation import (
     refuse_unknown_key,
     refuse_unknown_keywords,
     validate_admm_options,
+    validate_discretization,
 )
 from rllib_admm.connectors import QuantizedBroadcast
+from rllib_admm.discretized_dqn import DiscretizedDQNConfig
 from rllib_admm.env_runners import ConsensusEnvRunnerGroup, SampleReply, SampleRequest
 from rllib_admm.learner import ADMMDQNTorchLearner, ConsensusLearnerGroup
 from rllib_admm.placement import wait_for_room
@@ -58,7 +60,7 @@ _STATE = "admm"
 _MOST_STEPS_PER_CALL = 1000
 
 
-class ADMMDQNConfig(DQNConfig):
+class ADMMDQNConfig(DiscretizedDQNConfig):
     """Configuration of `ADMMDQN`: a `DQNConfig` plus how learners agree.
 
     .. code-block:: python
@@ -174,7 +176,7 @@ class ADMMDQNConfig(DQNConfig):
                 as dead (default 300).
             placement_timeout_s: Seconds to wait for room in the cluster, and for learners to start
                 (default 120).
-            **kwargs: All of `DQNConfig.training`.
+            **kwargs: All of `DiscretizedDQNConfig.training` and of `DQNConfig.training`.
 
         Returns:
             This config.
@@ -183,7 +185,7 @@ class ADMMDQNConfig(DQNConfig):
             ValueError: If a keyword does not exist; names the nearest that does.
         """
         own = {k: v for k, v in locals().items() if k not in ("self", "kwargs", "__class__")}
-        refuse_unknown_keywords(kwargs, own)
+        refuse_unknown_keywords(type(self), kwargs)
         super().training(**kwargs)
         if "train_batch_size" in kwargs and "train_batch_size_per_learner" not in kwargs:
             # RLlib divides it by the number of learners, unless the other one is set.
@@ -243,6 +245,7 @@ class ADMMDQNConfig(DQNConfig):
             self.rollout_fragment_length = fragment
         if self._validate_config:
             validate_admm_options(self)
+            validate_discretization(self)
 
     @override(DQNConfig)
     def get_rollout_fragment_length(self, worker_index: int = 0) -> int:

@@ -14,11 +14,12 @@ from ray.rllib.algorithms.dqn.dqn import DQNConfig
 from ray.rllib.env.env_context import EnvContext
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.models.catalog import MODEL_DEFAULTS
-from ray.tune.registry import ENV_CREATOR, _global_registry
 from ray.tune.result import STDERR_FILE, STDOUT_FILE, TRIAL_INFO
 
 from rllib_admm.consensus import PENALTY_SCHEDULES, PROXIMAL_METRICS, SUPPORTED_BITS
-from rllib_admm.replay import parse_replay_config
+from rllib_admm.env_runners.wrapping import WrappingEnvRunner, make_env
+from rllib_admm.replay import parse_replay_config, reward_bounds
+from rllib_admm.rl_modules import ACTION_GRIDS
 
 # Tune puts these into the dict that it hands to a trial.
 _TUNES_OWN_KEYS = (TRIAL_INFO, STDOUT_FILE, STDERR_FILE)
@@ -30,18 +31,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
-def _training_keywords() -> set[str]:
+def training_keywords(config_class: type[AlgorithmConfig]) -> set[str]:
+    """Returns the keywords of `.training()` of a class and of all that it is built on."""
     names: set[str] = set()
-    for cls in (DQNConfig, AlgorithmConfig):
-        for name, parameter in inspect.signature(cls.training).parameters.items():
+    for cls in config_class.__mro__:
+        if "training" not in vars(cls):
+            continue
+        for name, parameter in inspect.signature(vars(cls)["training"]).parameters.items():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 names.add(name)
     return names
 
 
-def refuse_unknown_keywords(keywords: Collection[str], own: Collection[str]) -> None:
-    """Raises ValueError if one of `keywords` is no keyword of `.training()`."""
-    known = _training_keywords() | set(own)
+def refuse_unknown_keywords(config_class: type[AlgorithmConfig], keywords: Collection[str]) -> None:
+    """Raises ValueError if one of `keywords` is no keyword of `config_class.training()`."""
+    known = training_keywords(config_class)
     for name in keywords:
         if name not in known:
             raise ValueError(f"training() has no option {name!r}.{nearest(name, known)}")
@@ -141,8 +145,6 @@ def validate_admm_options(config: Any) -> None:
     _validate_refused(config)
     parse_replay_config(config.replay_buffer_config)
     _validate_learner_class(config)
-    if config.env is not None and not config.is_multi_agent:
-        _validate_spaces(config)
 
 
 def _validate_consensus(config: Any, check: _Checker) -> None:
@@ -260,38 +262,74 @@ def overrides_gradients(learner_class: Any) -> bool:
     return own is not inspect.unwrap(TorchLearner.compute_gradients)
 
 
-_SPACES: dict[str, gym.Space[Any] | None] = {}
-
-
-def _validate_spaces(config: Any) -> None:
-    space = config.action_space if config.action_space is not None else _action_space(config)
-    if space is None or isinstance(space, gym.spaces.Discrete):
+def validate_discretization(config: Any) -> None:
+    """Raises ValueError for the first option of a DiscretizedDQNConfig that can not work."""
+    check = _Checker(config)
+    check.integer("action_bins", 2, "3 is bang-off-bang.")
+    check.choice("action_grid", ACTION_GRIDS)
+    check.choice("clipped_double_q", (True, False))
+    check.choice("layer_norm", (True, False))
+    check.integer("action_repeat", 1, "1 means none.")
+    check.integer("frame_stack", 1, "1 means none.")
+    try:
+        reward_bounds(config.clip_rewards)
+    except (TypeError, ValueError):
+        check.fail(
+            "clip_rewards",
+            "None, a bool, a number > 0, or (low, high) with low < high",
+            "Use (-10, inf) to clip below only.",
+        )
+    wraps = config.action_repeat > 1 or config.frame_stack > 1
+    runner = config.env_runner_cls
+    if wraps and runner is not None and not issubclass(runner, WrappingEnvRunner):
+        raise ValueError(
+            f"env_runner_cls={config.env_runner_cls.__name__} would ignore action_repeat and "
+            "frame_stack: it must be a subclass of rllib_admm.env_runners.WrappingEnvRunner."
+        )
+    if config.env is None or config.is_multi_agent:
         return
-    raise ValueError(
-        f"env={config.env!r} has the action space {space}: ADMMDQN acts in Discrete spaces only, "
-        f"not yet in {type(space).__name__}. Wrap the environment so that it offers "
-        "gymnasium.spaces.Discrete."
-    )
+    spaces = _spaces(config)
+    space = config.action_space if config.action_space is not None else spaces[1]
+    if space is None:
+        return
+    try:
+        grid = config.grid_of(space)
+    except ValueError as error:
+        raise ValueError(f"env={config.env!r}: {error}") from None
+    if grid is None:
+        return
+    branches = not isinstance(grid.module_space, gym.spaces.Discrete) or config.uses_critics
+    if branches and config.num_atoms > 1:
+        raise ValueError(
+            f"num_atoms={config.num_atoms} is not supported with action_grid="
+            f"{config.action_grid!r}, clipped_double_q={config.clipped_double_q} and "
+            f"layer_norm={config.layer_norm}: it must be 1. Use action_grid='joint' without the "
+            "other two to learn distributions."
+        )
+    observations = spaces[0]
+    if config.layer_norm and not (
+        isinstance(observations, gym.spaces.Box) and len(observations.shape) == 1
+    ):
+        raise ValueError(
+            f"layer_norm=True is not allowed: observations must be vectors, not {observations}. "
+            "Use layer_norm=False."
+        )
 
 
-def _action_space(config: Any) -> gym.Space[Any] | None:
+_SPACES: dict[str, tuple[gym.Space[Any] | None, gym.Space[Any] | None]] = {}
+
+
+def _spaces(config: Any) -> tuple[gym.Space[Any] | None, gym.Space[Any] | None]:
     """Looks at one instance of the environment, once per process and env_config."""
     key = f"{config.env!r} {config.env_config!r}"
     if key not in _SPACES:
+        context = EnvContext(dict(config.env_config), worker_index=0, num_workers=0)
         try:
-            env = _make_env(config)
+            env = make_env(config.env, context)
         except Exception:
             # What is wrong with the environment, the EnvRunners say better.
-            return None
-        _SPACES[key] = None if isinstance(env, MultiAgentEnv) else env.action_space
+            return None, None
+        multi = isinstance(env, MultiAgentEnv)
+        _SPACES[key] = (None, None) if multi else (env.observation_space, env.action_space)
         env.close()
     return _SPACES[key]
-
-
-def _make_env(config: Any) -> Any:
-    context = EnvContext(dict(config.env_config), worker_index=0, num_workers=0)
-    if isinstance(config.env, str):
-        if _global_registry.contains(ENV_CREATOR, config.env):
-            return _global_registry.get(ENV_CREATOR, config.env)(context)
-        return gym.make(config.env, **config.env_config)
-    return config.env(context)

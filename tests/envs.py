@@ -37,17 +37,19 @@ class NaNReward(gym.Wrapper[Any, Any, Any, Any]):
         return obs, reward, terminated, truncated, info
 
 
-class BoxActions(gym.Env[Any, Any]):
-    """An environment that ADMMDQN can not act in."""
+class HalfBoundedActions(gym.Env[Any, Any]):
+    """An environment whose second action has no upper bound."""
 
     observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space: gym.spaces.Space[Any] = gym.spaces.Box(
+        np.array([-1, -1], np.float32), np.array([1, np.inf], np.float32)
+    )
 
     def __init__(self, context: Any = None) -> None:
         del context
 
 
-class MultiDiscreteActions(BoxActions):
-    """Another one."""
+class TextActions(HalfBoundedActions):
+    """An environment that takes text."""
 
-    action_space = gym.spaces.MultiDiscrete([3, 3])
+    action_space = gym.spaces.Text(5)

@@ -13,9 +13,9 @@ from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 
 from rllib_admm import ADMMDQNConfig
-from rllib_admm.config_validation import _training_keywords
+from rllib_admm.config_validation import training_keywords
 from rllib_admm.learner import ADMMDQNTorchLearner
-from tests.envs import BoxActions, MultiDiscreteActions
+from tests.envs import HalfBoundedActions, TextActions
 from tests.helpers import in_process_rounds
 
 
@@ -79,6 +79,8 @@ CHANGES_Z: dict[str, Any] = {
     "target_network_update_freq": 10_000,
     "num_atoms": 5,
     "dueling": False,
+    "clipped_double_q": True,
+    "layer_norm": True,
     "n_step": (1, 4),
     "td_error_loss_fn": "huber",
     "learner_connector": lambda *args: HalveRewards(),
@@ -135,6 +137,8 @@ ELSEWHERE = {
     "learner_config_dict": "test_algorithm.py",
     "weight_sync": "test_rounds_on_actors.py",
     "placement_timeout_s": "test_rounds_on_actors.py",
+    "action_bins": "test_action_grids.py",
+    "action_grid": "test_action_grids.py",
     "round_timeout_s": "test_learner_failures.py",
     "on_learner_failure": "test_learner_failures.py",
     "max_learner_restarts": "test_learner_failures.py",
@@ -148,10 +152,7 @@ RLLIBS_DEPRECATED = {
 
 
 def _all_training_options() -> set[str]:
-    import inspect
-
-    own = inspect.signature(ADMMDQNConfig.training).parameters
-    return _training_keywords() | {name for name in own if name not in ("self", "kwargs")}
+    return training_keywords(ADMMDQNConfig)
 
 
 def test_the_lists_cover_every_option() -> None:
@@ -201,6 +202,10 @@ def test_option_is_refused_by_name(name: str) -> None:
         ({"n_step": (3, 3)}, r"n_step=\(3, 3\)"),
         ({"replay_buffer_config": {"type": "EpisodeReplayBuffer", "capcity": 9}}, "capacity"),
         ({"training_intensity": -2}, r"training_intensity=-2"),
+        ({"action_bins": 1}, r"action_bins=1 .*integer >= 2"),
+        ({"action_grid": "joints"}, r"action_grid='joints'.*Did you mean 'joint'"),
+        ({"layer_norm": 1}, r"layer_norm=1 .*one of True, False"),
+        ({"clipped_double_q": True, "num_atoms": 5}, r"num_atoms=5 is not supported with"),
     ],
 )
 def test_bad_values_are_named(options: dict[str, Any], message: str) -> None:
@@ -208,9 +213,15 @@ def test_bad_values_are_named(options: dict[str, Any], message: str) -> None:
         base_config(**options).validate()
 
 
-@pytest.mark.parametrize("env", [BoxActions, MultiDiscreteActions])
-def test_action_spaces_are_refused_before_any_actor_starts(env: Any) -> None:
-    with pytest.raises(ValueError, match=f"action space .*{env.action_space.__class__.__name__}"):
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (HalfBoundedActions, r"no finite bounds in dimension \[1\] \(low -1, high inf\)"),
+        (TextActions, "Text.* can not be put on a grid: allowed are Discrete"),
+    ],
+)
+def test_action_spaces_are_refused_before_any_actor_starts(env: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         base_config().environment(env).validate()
 
 

@@ -75,16 +75,22 @@ def make_config(args: argparse.Namespace, method: str, k: int, shards: str, seed
         .env_runners(num_env_runners=2, num_envs_per_env_runner=8, num_cpus_per_env_runner=0.25)
         .learners(num_learners=1 if method == "ddp-joint" else 2, num_cpus_per_learner=0.5)
         .training(
-            lr=[[0, args.lr], [args.env_steps, args.lr * args.final_lr_fraction]],
-            training_intensity=args.intensity,
-            epsilon=[(0, 1.0), (args.env_steps // 5, 0.05)],
-            num_steps_sampled_before_learning_starts=2000,
-            replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": 100_000},
-            target_network_update_freq=500,
-            n_step=3,
-            local_steps=k,
-            quantization_bits=args.bits,
-            **({"train_batch_size_per_learner": 64} | METHODS[method] | json.loads(args.override)),
+            **(
+                {
+                    "lr": [[0, args.lr], [args.env_steps, args.lr * args.final_lr_fraction]],
+                    "training_intensity": args.intensity,
+                    "epsilon": [(0, 1.0), (args.env_steps // 5, 0.05)],
+                    "num_steps_sampled_before_learning_starts": 2000,
+                    "replay_buffer_config": {"type": "EpisodeReplayBuffer", "capacity": 100_000},
+                    "target_network_update_freq": 500,
+                    "n_step": 3,
+                    "local_steps": k,
+                    "quantization_bits": args.bits,
+                    "train_batch_size_per_learner": 64,
+                }
+                | METHODS[method]
+                | json.loads(args.override)
+            )
         )
         .rl_module(
             model_config={"fcnet_hiddens": [args.width, args.width], "fcnet_activation": "relu"}
@@ -102,7 +108,7 @@ def greedy_returns(module: Any, gravity: float, episodes: int, seed: int) -> lis
     while alive.any():
         with torch.no_grad():
             batch = {"obs": torch.from_numpy(obs)}
-            actions = module.forward_inference(batch)["actions"].numpy()
+            actions = module.forward_inference(batch)["actions"].numpy().reshape(-1)
         obs, rewards, terminated, truncated, _ = env.step(actions)
         returns += rewards * alive
         alive &= ~(terminated | truncated)

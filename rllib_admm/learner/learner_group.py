@@ -96,6 +96,8 @@ class ConsensusLearnerGroup(GroupState):
         if self._is_shut_down:
             return
         self._is_shut_down = True
+        if not ray.is_initialized():  # ray.kill would start Ray anew
+            return
         for member in self._members:
             if member.actor is not None:
                 ray.kill(member.actor)

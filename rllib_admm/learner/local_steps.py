@@ -18,6 +18,7 @@ from ray.rllib.algorithms.dqn.dqn_learner import (
 from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
 from ray.rllib.core.columns import Columns
 from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
+from ray.rllib.utils.annotations import override
 from ray.rllib.utils.metrics import (
     ALL_MODULES,
     MODULE_TRAIN_BATCH_SIZE_MEAN,
@@ -26,6 +27,7 @@ from ray.rllib.utils.metrics import (
     NUM_ENV_STEPS_TRAINED_LIFETIME,
     NUM_MODULE_STEPS_TRAINED,
     NUM_MODULE_STEPS_TRAINED_LIFETIME,
+    TD_ERROR_KEY,
     WEIGHTS_SEQ_NO,
 )
 from torch import Tensor
@@ -35,13 +37,15 @@ from rllib_admm.consensus import (
     adam_metric,
     pull,
 )
+from rllib_admm.learner.branching_q_learning import branching_q_learning_loss
 from rllib_admm.learner.metrics import CapturingMetrics, MutedMetrics
 from rllib_admm.learner.module_tensors import ModuleTensors
-from rllib_admm.learner.q_learning import overrides, q_learning_loss
+from rllib_admm.learner.q_learning import overrides
 from rllib_admm.learner.replay import LearnerReplay
 from rllib_admm.learner.round import RoundRequest, RoundResult
 from rllib_admm.replay import Sample
 from rllib_admm.replay.errors import ReplayDataError
+from rllib_admm.rl_modules.branching_q import NEXT_Q_VALUES, Q_VALUES, TARGET_NEXT_Q_VALUES
 
 
 class LocalSteps(DQNTorchLearner):
@@ -167,11 +171,11 @@ class LocalSteps(DQNTorchLearner):
         errors: dict[str, Tensor] = {}
         general: dict[str, Any] = {}
         for module_id, columns in batch.items():
-            functions = self._tensors[module_id].q_functions
-            if functions is not None and Columns.LOSS_MASK not in columns:
-                losses[module_id], errors[module_id] = self._q_learning_loss(
-                    module_id, functions, columns
-                )
+            direct_loss = self._tensors[module_id].direct_loss
+            if direct_loss is not None and Columns.LOSS_MASK not in columns:
+                config = self.config.get_config_for_module(module_id)
+                losses[module_id], errors[module_id], q = direct_loss(columns, config)
+                self._log_loss(module_id, losses[module_id], errors[module_id], q)
             else:
                 general[module_id] = columns
         if general:
@@ -185,11 +189,24 @@ class LocalSteps(DQNTorchLearner):
             errors.update(captured.td_errors)
         return losses, errors
 
-    def _q_learning_loss(
-        self, module_id: str, functions: tuple[Any, Any], batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        config = self.config.get_config_for_module(module_id)
-        loss, td_error, q = q_learning_loss(*functions, batch, config)
+    @override(DQNTorchLearner)
+    def compute_loss_for_module(
+        self, *, module_id: str, config: Any, batch: Any, fwd_out: Mapping[str, Any]
+    ) -> Tensor:
+        """Returns DQN's loss, or for a `BranchingQRLModule` decoupled Q-learning's."""
+        if NEXT_Q_VALUES not in fwd_out:
+            loss: Tensor = super().compute_loss_for_module(
+                module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
+            )
+            return loss
+        loss, td_error, q = branching_q_learning_loss(
+            fwd_out[Q_VALUES], fwd_out[NEXT_Q_VALUES], fwd_out[TARGET_NEXT_Q_VALUES], batch, config
+        )
+        self.metrics.log_value((module_id, TD_ERROR_KEY), td_error, reduce="item_series")
+        self._log_loss(module_id, loss, td_error, q)
+        return loss
+
+    def _log_loss(self, module_id: str, loss: Tensor, td_error: Tensor, q: Tensor) -> None:
         if self.metrics is not self._muted:
             self.metrics.log_dict(
                 {
@@ -202,7 +219,6 @@ class LocalSteps(DQNTorchLearner):
                 key=module_id,
                 window=1,
             )
-        return loss, td_error
 
     def _apply(self, anchors: Mapping[str, Sequence[Tensor]]) -> None:
         """Clips, steps every optimizer, then pulls towards z - u."""

@@ -10,6 +10,7 @@ from ray.rllib.core.rl_module.apis import TargetNetworkAPI
 from torch import Tensor, nn
 
 from rllib_admm.consensus import Layout
+from rllib_admm.learner.q_learning import Loss
 
 
 @dataclass
@@ -22,14 +23,14 @@ class ModuleTensors:
         targets: Pairs of (index into `params`, target network's parameter).
         target_copies: Pairs (source, destination) of what the target networks only copy:
             frozen parameters and buffers.
-        q_functions: The short path through the network, if there is one.
+        direct_loss: The loss without RLlib's forward pass, if there is one.
     """
 
     layout: Layout
     params: list[Tensor]
     targets: list[tuple[int, Tensor]]
     target_copies: list[tuple[Tensor, Tensor]]
-    q_functions: tuple[Any, Any] | None = None
+    direct_loss: Loss | None = None
 
 
 def module_tensors(module_id: str, module: Any, trained: Mapping[Any, Any]) -> ModuleTensors:

@@ -1,4 +1,4 @@
-"""DQN's expectation loss by the shortest path, for RLlib's default Q-network.
+"""Q-learning losses by the shortest path, for RLlib's default Q-network and ours.
 
 Stock DQN forwards obs and next_obs in one concatenated pass and back-propagates through both
 halves, though only the first has a gradient, and it goes through a dozen Python frames per
@@ -19,7 +19,12 @@ from ray.rllib.core.models.torch.encoder import TorchMLPEncoder
 from ray.rllib.core.models.torch.heads import TorchMLPHead
 from torch import Tensor, nn
 
+from rllib_admm.learner.branching_q_learning import module_loss
+from rllib_admm.rl_modules import BranchingQRLModule
+
 Forward = Callable[[Tensor], Tensor]
+Loss = Callable[[Mapping[str, Any], Any], tuple[Tensor, Tensor, Tensor]]
+"""(batch, config) -> loss, absolute TD errors (B,), Q(s, a) (B,)."""
 _QF_PREDS = "qf_preds"
 
 
@@ -33,6 +38,16 @@ def overrides(obj: Any, base: Any, *names: str) -> bool:
     """Returns whether the class of `obj` has methods of its own in place of those of `base`."""
     cls: Any = type(obj)
     return any(_method(cls, name) is not _method(base, name) for name in names)
+
+
+def direct_loss(module: Any) -> Loss | None:
+    """Returns the loss of `module` without RLlib's forward pass; None if there is none."""
+    if isinstance(module, BranchingQRLModule):
+        if overrides(module, BranchingQRLModule, "forward_train", "_forward_train"):
+            return None
+        return functools.partial(module_loss, module)
+    functions = q_functions(module)
+    return None if functions is None else functools.partial(q_learning_loss, *functions)
 
 
 def q_functions(module: Any) -> tuple[Forward, Forward] | None:

@@ -28,7 +28,7 @@ from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from torch import Tensor
 
-from rllib_admm.replay import ReplayShard, Sample, parse_replay_config
+from rllib_admm.replay import ReplayShard, Sample, parse_replay_config, reward_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class LearnerReplay:
                 beta=s.beta,
                 seed=seed,
                 extra_columns=("state_out",) if module_id in self._stateful else (),
+                clip_rewards=reward_bounds(self._config.clip_rewards),
             )
         return self._shards[module_id]
 

@@ -34,7 +34,7 @@ from rllib_admm.learner.ddp import GradientAveraging
 from rllib_admm.learner.local_steps import LocalSteps
 from rllib_admm.learner.metrics import MutedMetrics
 from rllib_admm.learner.module_tensors import ModuleTensors, module_tensors
-from rllib_admm.learner.q_learning import overrides, q_functions
+from rllib_admm.learner.q_learning import direct_loss, overrides
 from rllib_admm.learner.replay import LearnerReplay
 from rllib_admm.learner.round import RoundRequest, RoundResult
 
@@ -115,8 +115,8 @@ class ADMMDQNTorchLearner(GradientAveraging, LocalSteps):
             if not isinstance(module, nn.Module) or not self.should_module_be_updated(module_id):
                 continue
             tensors = module_tensors(module_id, module, self._params)
-            if not overrides(self, DQNTorchLearner, "compute_losses", "compute_loss_for_module"):
-                tensors.q_functions = q_functions(module)
+            if not overrides(self, LocalSteps, "compute_losses", "compute_loss_for_module"):
+                tensors.direct_loss = direct_loss(module)
             self._check_metric(module_id)
             self._tensors[module_id] = tensors
             self._last_target_update.setdefault(module_id, 0)

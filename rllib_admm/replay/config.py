@@ -35,6 +35,29 @@ class ReplayConfig:
     beta: float = 0.4  # at least 0; usual range 0.4 to 1
 
 
+def reward_bounds(clip_rewards: Any) -> tuple[float, float] | str | None:
+    """Turns `config.clip_rewards` into what a `ReplayShard` takes.
+
+    Args:
+        clip_rewards: None or False: as they are. True: their sign. c > 0: clipped to [-c, c].
+            (low, high): clipped to that range, either of which may be infinite.
+
+    Raises:
+        ValueError, TypeError: Anything else.
+    """
+    if clip_rewards is None or clip_rewards is False:
+        return None
+    if clip_rewards is True:
+        return "sign"
+    if isinstance(clip_rewards, Real):
+        low, high = -float(clip_rewards), float(clip_rewards)
+    else:
+        low, high = (float(bound) for bound in clip_rewards)
+    if not low < high:
+        raise ValueError(f"clip_rewards={clip_rewards!r}: low must be below high.")
+    return low, high
+
+
 def parse_replay_config(replay_buffer_config: Mapping[str, Any]) -> ReplayConfig:
     """Turns `config.replay_buffer_config` into a `ReplayConfig`.
 

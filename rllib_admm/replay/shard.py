@@ -77,6 +77,7 @@ class ReplayShard:
         seed: Seed of the draws; None takes one from the operating system.
         extra_columns: Keys of the episodes' `extra_model_outputs` to store with each
             transition, for instance `("state_out",)` for a stateful module.
+        clip_rewards: Range to which rewards are clipped as they come in, or "sign".
         observation_space: Given to rebuilt episodes. Default: that of the first chunk.
         action_space: As above.
     """
@@ -90,6 +91,7 @@ class ReplayShard:
         beta: float = 0.4,
         seed: int | None,
         extra_columns: Sequence[str] = (),
+        clip_rewards: tuple[float, float] | str | None = None,
         observation_space: Any = None,
         action_space: Any = None,
     ) -> None:
@@ -105,6 +107,7 @@ class ReplayShard:
         self.capacity = capacity
         self.alpha = alpha
         self.beta = beta
+        self._clip_rewards = clip_rewards
         self.observation_space = observation_space
         self.action_space = action_space
         self._rng = np.random.default_rng(seed)
@@ -508,7 +511,7 @@ class ReplayShard:
         try:
             obs = self._obs.check(episode.observations, n + 1)
             actions = self._actions.check(episode.actions, n)
-            rewards = _check_rewards(episode.rewards, n)
+            rewards = self._clip(_check_rewards(episode.rewards, n))
             outputs = episode.extra_model_outputs
             extra = {key: col.check(outputs.get(key), n) for key, col in self._extra.items()}
         except ColumnProblem as bad:
@@ -525,6 +528,13 @@ class ReplayShard:
             self.action_space = episode.action_space
         end = TERMINATED * bool(episode.is_terminated) | TRUNCATED * bool(episode.is_truncated)
         return _Chunk(str(episode.id_), t, n, obs, actions, rewards, extra, end)
+
+    def _clip(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self._clip_rewards is None:
+            return rewards
+        if self._clip_rewards == "sign":
+            return np.sign(rewards)
+        return np.clip(rewards, *self._clip_rewards).astype(np.float32)
 
     def _write(self, chunk: _Chunk) -> NDArray[np.int64]:
         """Writes a chunk and returns the rows whose flags have changed."""
