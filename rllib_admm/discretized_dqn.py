@@ -6,6 +6,7 @@ stacks, and `clip_rewards`, which RLlib's new API stack ignores. `ADMMDQNConfig`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import gymnasium as gym
@@ -84,6 +85,7 @@ class DiscretizedDQNConfig(DQNConfig):
         *,
         action_repeat: int = NotProvided,
         frame_stack: int = NotProvided,
+        clip_rewards: bool | float | Sequence[float] | None = NotProvided,
         **kwargs: Any,
     ) -> Any:
         """Sets the environment.
@@ -93,15 +95,21 @@ class DiscretizedDQNConfig(DQNConfig):
             action_repeat: Env frames per decision (default 1; usual 1 to 4). All counters of env
                 steps count decisions: multiply by it for frames.
             frame_stack: Observations side by side (default 1), so that velocities can be seen.
-            **kwargs: All of `AlgorithmConfig.environment`. `clip_rewards` is in force here:
-                True takes the sign, c clips to [-c, c], (low, high) to that range. What is
-                learned from is clipped, not the returns that are reported.
+            clip_rewards: True takes rewards' signs, c > 0 clips them to [-c, c], (low, high) to
+                that range; None (default) and False leave them. What is learned from is
+                clipped, not the returns that are reported. RLlib's new API stack ignores it.
+            **kwargs: All of `AlgorithmConfig.environment`.
 
         Returns:
             This config.
         """
         super().environment(env, **kwargs)
-        for key, value in (("action_repeat", action_repeat), ("frame_stack", frame_stack)):
+        own = {
+            "action_repeat": action_repeat,
+            "frame_stack": frame_stack,
+            "clip_rewards": clip_rewards,
+        }
+        for key, value in own.items():
             if value is not NotProvided:
                 setattr(self, key, value)
         return self
