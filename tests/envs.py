@@ -53,3 +53,33 @@ class TextActions(HalfBoundedActions):
     """An environment that takes text."""
 
     action_space = gym.spaces.Text(5)
+
+
+class MixedActions(gym.Env[Any, Any]):
+    """Twenty frames; pays 1 for gear 2 and the highest torque, else -1. Strict about actions."""
+
+    observation_space = gym.spaces.Box(-100, 100, (3,), np.float32)
+    action_space: gym.spaces.Space[Any] = gym.spaces.Dict(
+        {
+            "torque": gym.spaces.Box(-1, 1, (2,), np.float32),
+            "gear": gym.spaces.Discrete(2, start=1),
+        }
+    )
+
+    def __init__(self, context: Any = None) -> None:
+        del context
+        self._frame = 0
+
+    def _obs(self) -> np.ndarray:
+        return np.full(3, self._frame, np.float32)
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        self._frame = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self._frame += 1
+        good = action["gear"] == 2 and bool(action["torque"][0] == 1)
+        return self._obs(), 1.0 if good else -1.0, self._frame == 20, False, {}
