@@ -273,7 +273,7 @@ def test_clip_rewards_means_what_rllib_says(value: Any, bounds: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, (1, 1), (2, 1), "sign", (1, 2, 3), float("nan")])
 def test_clip_rewards_is_checked(value: Any) -> None:
-    with pytest.raises(ValueError, match="clip_rewards=.*is not allowed"):
+    with pytest.raises(ValueError, match=r"clip_rewards=.* is not allowed"):
         ADMMDQNConfig().environment("CartPole-v1", clip_rewards=value).validate()
 
 
