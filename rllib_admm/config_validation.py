@@ -138,17 +138,23 @@ def refuse_old_api_stack(config: Any) -> None:
         )
 
 
-def validate_admm_options(config: Any) -> None:
-    """Raises ValueError for the first option of an ADMMDQNConfig that can not work."""
+def validate_shared_options(config: Any) -> None:
+    """Raises ValueError for the first option of a ShardedDQNConfig that can not work."""
     check = _Checker(config)
-    _validate_consensus(config, check)
+    check.integer("local_steps", 1, "Use local_steps=1 for a round after every gradient step.")
+    check.integer("max_learner_restarts", 0, "0 ends the run at the first death.")
+    check.number("round_timeout_s", 0, math.inf, "(0, inf)", "It is in seconds.")
+    check.number("placement_timeout_s", 0, math.inf, "(0, inf)", "It is in seconds.")
+    check.integer("num_learners", 0, "0 trains in the main process.")
+    _validate_dqn(config, check)
     _validate_refused(config)
     parse_replay_config(config.replay_buffer_config)
     _validate_learner_class(config)
 
 
-def _validate_consensus(config: Any, check: _Checker) -> None:
-    check.integer("local_steps", 1, "Use local_steps=1 for a round after every gradient step.")
+def validate_consensus_options(config: Any) -> None:
+    """Raises ValueError for the first option of an ADMMDQNConfig that can not work."""
+    check = _Checker(config)
     rho = config.rho
     if not (rho == "auto" or _is_number(rho)) or (_is_number(rho) and not 0 <= rho < math.inf):
         check.fail("rho", "'auto', 0, or a positive number", "Use rho='auto', or 0 for averaging.")
@@ -167,12 +173,41 @@ def _validate_consensus(config: Any, check: _Checker) -> None:
     check.integer("full_precision_every", 0, "1 means always, 0 never.")
     check.choice("weight_sync", ("admm", "ddp"))
     check.choice("on_learner_failure", ("mean_dual", "recentre"))
-    check.integer("max_learner_restarts", 0, "0 ends the run at the first death.")
-    check.number("round_timeout_s", 0, inf, "(0, inf)", "It is in seconds.")
-    check.number("placement_timeout_s", 0, inf, "(0, inf)", "It is in seconds.")
+
+
+def validate_apex_options(config: Any) -> None:
+    """Raises ValueError for the first option of an ApexDQNConfig that can not work."""
+    check = _Checker(config)
+    check.integer("num_replay_shards", 1, "2 is usual.")
+    check.integer("sample_queue_size", 1, "4 is usual.")
+    check.integer("minibatches_per_request", 1, "8 is usual.")
+    check.integer("broadcast_interval", 1, "It is in env steps of one EnvRunner.")
+    if config.num_learners != 1:
+        check.fail("num_learners", "1", "Ape-X has one learner; ADMMDQN has several.")
+    ladder = config.epsilon_ladder
+    if ladder is not None:
+        good = isinstance(ladder, (tuple, list)) and len(ladder) == 2
+        if not (good and 0 < ladder[0] < 1 and 0 <= ladder[1] < math.inf):
+            check.fail(
+                "epsilon_ladder",
+                "None or (base, exponent) with 0 < base < 1 and exponent >= 0",
+                "Use (0.4, 7), as published.",
+            )
+        if config.epsilon != DQNConfig().epsilon:
+            check.fail(
+                "epsilon", "left alone where epsilon_ladder is given", "Use epsilon_ladder=None."
+            )
+    if config._learner_connector is not None:
+        raise ValueError(
+            "learner_connector is not supported by ApexDQN: minibatches come as columns from "
+            "the replay shards. Use an env-to-module connector, or ADMMDQN."
+        )
+
+
+def _validate_dqn(config: Any, check: _Checker) -> None:
+    inf = math.inf
     if config.training_intensity is not None:
-        check.number("training_intensity", 0, inf, "(0, inf)", "Use None for DQN's native ratio.")
-    check.integer("num_learners", 0, "0 trains in the main process.")
+        check.number("training_intensity", 0, inf, "(0, inf)", "Use None for the native ratio.")
     check.integer("train_batch_size_per_learner", 1, "32 and 64 are usual.")
     check.number("tau", 0, 1, "(0, 1]", "1 copies z to the target network.", closed="high")
     check.integer("target_network_update_freq", 1, "It is in env steps.")
@@ -213,7 +248,9 @@ def _validate_refused(config: Any) -> None:
     for name, fix in unsupported.items():
         value = getattr(config, name, None)
         if value != getattr(defaults, name, None):
-            raise ValueError(f"{name}={value!r} is not supported by ADMMDQN. {fix}")
+            raise ValueError(
+                f"{name}={value!r} is not supported by {config.algo_class.__name__}. {fix}"
+            )
     changed = {
         k for k, v in config.model.items() if k in MODEL_DEFAULTS and v != MODEL_DEFAULTS[k]
     } - {"vf_share_layers"}
@@ -279,12 +316,14 @@ def validate_discretization(config: Any) -> None:
             "None, a bool, a number > 0, or (low, high) with low < high",
             "Use (-10, inf) to clip below only.",
         )
-    wraps = config.action_repeat > 1 or config.frame_stack > 1
+    if config.terminal_reward is not None and not _is_number(config.terminal_reward):
+        check.fail("terminal_reward", "None or a number", "-100 is BipedalWalker's.")
     runner = config.env_runner_cls
-    if wraps and runner is not None and not issubclass(runner, WrappingEnvRunner):
+    if config.wraps_env and runner is not None and not issubclass(runner, WrappingEnvRunner):
         raise ValueError(
-            f"env_runner_cls={config.env_runner_cls.__name__} would ignore action_repeat and "
-            "frame_stack: it must be a subclass of rllib_admm.env_runners.WrappingEnvRunner."
+            f"env_runner_cls={config.env_runner_cls.__name__} would ignore action_repeat, "
+            "frame_stack and terminal_reward: it must be a subclass of "
+            "rllib_admm.env_runners.WrappingEnvRunner."
         )
     if config.env is None or config.is_multi_agent:
         return

@@ -40,6 +40,7 @@ class DiscretizedDQNConfig(DQNConfig):
         self.layer_norm = False
         self.action_repeat = 1
         self.frame_stack = 1
+        self.terminal_reward: float | None = None
 
     @override(DQNConfig)
     def training(
@@ -85,6 +86,7 @@ class DiscretizedDQNConfig(DQNConfig):
         *,
         action_repeat: int = NotProvided,
         frame_stack: int = NotProvided,
+        terminal_reward: float | None = NotProvided,
         clip_rewards: bool | float | Sequence[float] | None = NotProvided,
         **kwargs: Any,
     ) -> Any:
@@ -95,6 +97,10 @@ class DiscretizedDQNConfig(DQNConfig):
             action_repeat: Env frames per decision (default 1; usual 1 to 4). All counters of env
                 steps count decisions: multiply by it for frames.
             frame_stack: Observations side by side (default 1), so that velocities can be seen.
+            terminal_reward: Largest reward of a step that ends an episode for good (default None:
+                any). Episodes that end with more count as truncated, so that values bootstrap
+                there: -100 for BipedalWalker, where only a fall is a reason to expect
+                nothing more and the end of the track is none.
             clip_rewards: True takes rewards' signs, c > 0 clips them to [-c, c], (low, high) to
                 that range; None (default) and False leave them. What is learned from is
                 clipped, not the returns that are reported. RLlib's new API stack ignores it.
@@ -107,6 +113,7 @@ class DiscretizedDQNConfig(DQNConfig):
         own = {
             "action_repeat": action_repeat,
             "frame_stack": frame_stack,
+            "terminal_reward": terminal_reward,
             "clip_rewards": clip_rewards,
         }
         for key, value in own.items():
@@ -122,9 +129,15 @@ class DiscretizedDQNConfig(DQNConfig):
             ValueError: Names option, value, allowed values and the nearest fix.
         """
         super().validate()
-        wraps = self.action_repeat > 1 or self.frame_stack > 1
-        if wraps and self.env_runner_cls in (None, SingleAgentEnvRunner):
+        if self.wraps_env and self.env_runner_cls in (None, SingleAgentEnvRunner):
             self.env_runner_cls = WrappingEnvRunner
+
+    @property
+    def wraps_env(self) -> bool:
+        """Whether an option asks for a wrapper around the environment."""
+        return bool(
+            self.action_repeat > 1 or self.frame_stack > 1 or self.terminal_reward is not None
+        )
 
     # ---- Actions ----------------------------------------------------------------------
 

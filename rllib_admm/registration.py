@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -9,17 +10,25 @@ from ray.rllib.algorithms import registry
 from ray.tune.registry import register_trainable
 
 from rllib_admm.admm_dqn import ADMMDQN, ADMMDQNConfig
+from rllib_admm.apex_dqn import ApexDQN, ApexDQNConfig
 
 
 def _load_admm_dqn() -> tuple[type, Any]:
     return ADMMDQN, ADMMDQNConfig()
 
 
-_ALGORITHMS = {"ADMMDQN": (_load_admm_dqn, ADMMDQN)}
+def _load_apex_dqn() -> tuple[type, Any]:
+    return ApexDQN, ApexDQNConfig()
+
+
+_ALGORITHMS: dict[str, tuple[Callable[[], tuple[type, Any]], type]] = {
+    "ADMMDQN": (_load_admm_dqn, ADMMDQN),
+    "APEX": (_load_apex_dqn, ApexDQN),
+}
 
 
 def register() -> None:
-    """Registers "ADMMDQN" with RLlib and Tune.
+    """Registers "ADMMDQN" and "APEX" with RLlib and Tune.
 
     Importing `rllib_admm` calls it. Idempotent. Ray's trainable registry lives as long as one
     connection to a cluster; the entry in RLlib's own table makes Tune find the name again

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import ray
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 from ray.rllib.utils.annotations import override
 
@@ -79,6 +81,12 @@ class ConsensusEnvRunnerGroup(EnvRunnerGroup):
                 tag=_SAMPLE,
                 remote_worker_ids=list(requests),
             )
+
+    def wait(self, others: Sequence[Any], timeout_s: float) -> None:
+        """Waits until an EnvRunner has replied, one of `others` is ready, or the time is up."""
+        references = [*self._worker_manager._in_flight_req_to_actor_id, *others]
+        if references:
+            ray.wait(references, num_returns=1, timeout=timeout_s)
 
     def finish_sampling(self, timeout_s: float | None) -> dict[int, SampleReply]:
         """Returns the replies that came within `timeout_s`, by worker ID, in their order."""

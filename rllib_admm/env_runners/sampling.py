@@ -9,11 +9,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from rllib_admm.connectors.quantized_broadcast import BROADCAST, QuantizedBroadcast
 from rllib_admm.consensus import MessageError
+from rllib_admm.env_runners.apex import FixedEpsilon, initial_td_errors, set_epsilons
 from rllib_admm.learner.broadcast import Broadcast
+
+
+@dataclass(frozen=True)
+class ApexRequest:
+    """What Ape-X asks of its EnvRunners.
+
+    Attributes:
+        ladder: (base, exponent) of their epsilons; None: those of `config.epsilon`.
+        num_runners: How many EnvRunners stand on the ladder.
+        n_step: Of first priorities.
+        gamma: Likewise.
+        clip_rewards: As `reward_bounds` returns it, likewise.
+    """
+
+    ladder: tuple[float, float] | None
+    num_runners: int
+    n_step: int
+    gamma: float
+    clip_rewards: tuple[float, float] | str | None
 
 
 @dataclass(frozen=True)
@@ -25,7 +47,8 @@ class SampleRequest:
         num_steps: Env steps per sub-environment; 0 samples nothing.
         complete_episodes: Sample whole episodes, one per sub-environment, instead.
         env_steps: Env steps sampled so far by all, which schedules exploration.
-        shards: Indices of the learners' shards that this runner feeds.
+        shards: Indices of the shards that this runner feeds.
+        apex: What Ape-X asks of its runners; None: nothing.
     """
 
     broadcast: Broadcast | None
@@ -33,6 +56,7 @@ class SampleRequest:
     complete_episodes: bool
     env_steps: int
     shards: tuple[int, ...]
+    apex: ApexRequest | None = None
 
 
 @dataclass
@@ -42,6 +66,7 @@ class SampleReply:
     Attributes:
         held_round: The round of the z that acted; None: it needs a keyframe.
         fragments: Per shard a reference to a list of episodes (or the list, if local).
+        td_errors: With Ape-X, per shard and chunk the TD errors of its transitions, (T,).
         metrics: The EnvRunner's reduced metrics.
         env_steps: Env steps sampled now.
         broken: Why the broadcast could not be taken, if so.
@@ -49,6 +74,7 @@ class SampleReply:
 
     held_round: int | None = None
     fragments: dict[int, Any] = field(default_factory=dict)
+    td_errors: dict[int, list[NDArray[np.float32]]] = field(default_factory=dict)
     metrics: Any = None
     env_steps: int = 0
     broken: str | None = None
@@ -87,11 +113,25 @@ def sample_fragments(env_runner: Any, *, request: SampleRequest, remote: bool) -
         return reply
     if request.num_steps or request.complete_episodes:
         env_runner.num_env_steps_sampled_lifetime = request.env_steps
+        if request.apex is not None:
+            climb(env_runner, request.apex)
         if request.complete_episodes:
             episodes = env_runner.sample(num_episodes=env_runner.num_envs)
         else:
             episodes = env_runner.sample(num_timesteps=request.num_steps * env_runner.num_envs)
         dealt = _deal(env_runner, episodes, request.shards)
+        if request.apex is not None:
+            apex = request.apex
+            reply.td_errors = {
+                shard: initial_td_errors(
+                    env_runner.module,
+                    part,
+                    n_step=apex.n_step,
+                    gamma=apex.gamma,
+                    clip=apex.clip_rewards,
+                )
+                for shard, part in dealt.items()
+            }
         reply.fragments = {
             shard: ray.put(part) if remote else part for shard, part in dealt.items() if part
         }
@@ -100,6 +140,14 @@ def sample_fragments(env_runner: Any, *, request: SampleRequest, remote: bool) -
         )
         reply.metrics = env_runner.get_metrics()
     return reply
+
+
+def climb(env_runner: Any, request: ApexRequest) -> None:
+    """Puts an EnvRunner on its rungs of the epsilon ladder, if it is not there yet."""
+    schedule = getattr(env_runner.module, "epsilon_schedule", None)
+    if request.ladder is not None and not isinstance(schedule, FixedEpsilon):
+        base, exponent = request.ladder
+        set_epsilons(env_runner, base=base, exponent=exponent, num_runners=request.num_runners)
 
 
 def _deal(env_runner: Any, episodes: list[Any], shards: tuple[int, ...]) -> dict[int, list[Any]]:

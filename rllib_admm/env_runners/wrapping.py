@@ -15,6 +15,26 @@ from ray.rllib.utils.annotations import override
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
 
+class TerminalReward(gym.Wrapper[Any, Any, Any, Any]):
+    """Truncates where an episode ends with more than a given reward, so that Q bootstraps there.
+
+    Args:
+        env: The environment.
+        most: Largest reward of a step that is terminal, such as a fall's.
+    """
+
+    def __init__(self, env: gym.Env[Any, Any], most: float) -> None:
+        super().__init__(env)
+        self._most = most
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Returns the step, truncated in place of terminated if it paid more."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated and float(reward) > self._most:
+            terminated, truncated = False, True
+        return obs, float(reward), terminated, truncated, info
+
+
 class ActionRepeat(gym.Wrapper[Any, Any, Any, Any]):
     """Takes each action several times; rewards add up, the last observation counts.
 
@@ -68,15 +88,19 @@ class WrappedEnv:
             callable that takes an EnvContext.
         action_repeat: See `ActionRepeat`.
         frame_stack: See `stack_frames`.
+        terminal_reward: See `TerminalReward`.
     """
 
     env: str | Callable[[Any], gym.Env[Any, Any]]
     action_repeat: int
     frame_stack: int
+    terminal_reward: float | None
 
     def __call__(self, context: EnvContext) -> gym.Env[Any, Any]:
         """Makes one sub-environment."""
         env: gym.Env[Any, Any] = make_env(self.env, context)
+        if self.terminal_reward is not None:
+            env = TerminalReward(env, self.terminal_reward)
         if self.action_repeat > 1:
             env = ActionRepeat(env, self.action_repeat)
         if self.frame_stack > 1:
@@ -104,5 +128,7 @@ class WrappingEnvRunner(SingleAgentEnvRunner):
         config = self.config
         if not isinstance(config.env, WrappedEnv):
             self.config = config.copy(copy_frozen=False)
-            self.config.env = WrappedEnv(config.env, config.action_repeat, config.frame_stack)
+            self.config.env = WrappedEnv(
+                config.env, config.action_repeat, config.frame_stack, config.terminal_reward
+            )
         super().make_env()

@@ -17,11 +17,15 @@ class RoundSummary:
         learner_results: One reduced metrics dict per learner.
         gradient_steps: Minibatch gradients of this round, summed over learners.
         consensus: The `consensus` metrics, see the README's glossary.
+        busy_s: Seconds of local steps, summed over learners.
+        replay: Per learner the counters of a replay outside of it, see `RemoteReplay`.
     """
 
     learner_results: list[Any] = field(default_factory=list)
     gradient_steps: int = 0
     consensus: dict[str, float] = field(default_factory=dict)
+    busy_s: float = 0.0
+    replay: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass

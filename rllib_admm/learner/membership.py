@@ -60,6 +60,8 @@ class Membership(LearnerGroup):
         self.generation = 0
         self.replay_restored = False
         self._env_steps = 0
+        # Named in every request, so that a restarted learner knows them too.
+        self.replay_actors: tuple[Any, ...] = ()
         self._last_target_update: dict[str, int] = {}
         self._learner_error: Exception | None = None
 

@@ -7,10 +7,11 @@ columns or through the user's learner connector pipeline.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from ray.rllib.connectors.common import (
     AddObservationsFromEpisodesToBatch,
     AddStatesFromEpisodesToBatch,
@@ -81,8 +82,18 @@ class LearnerReplay:
             )
         return self._shards[module_id]
 
-    def add(self, episodes: Iterable[SingleAgentEpisode | MultiAgentEpisode], source: str) -> None:
+    def add(
+        self,
+        episodes: Iterable[SingleAgentEpisode | MultiAgentEpisode],
+        source: str,
+        td_errors: Sequence[NDArray[np.float32]] | None = None,
+    ) -> None:
         """Takes in the episode chunks of one fragment.
+
+        Args:
+            episodes: The chunks.
+            source: Who delivered them, for error messages.
+            td_errors: First priorities, see `ReplayShard.add`; of single-agent chunks only.
 
         Raises:
             ReplayDataError: If a chunk holds data that must not be learned from.
@@ -96,7 +107,7 @@ class LearnerReplay:
             else:
                 chunks.setdefault(episode.module_id or DEFAULT_MODULE_ID, []).append(episode)
         for module_id, parts in chunks.items():
-            self.shard(module_id).add(parts, source=source)
+            self.shard(module_id).add(parts, source=source, td_errors=td_errors)
 
     def needs_pipeline(self, learner: Any) -> bool:
         """Returns whether minibatches must run through the learner connector pipeline."""
@@ -112,8 +123,8 @@ class LearnerReplay:
                 )
         return self._pipeline
 
-    def sample(self, module_ids: Iterable[str]) -> dict[str, Sample]:
-        """Returns one minibatch per module that has data."""
+    def sample(self, module_ids: Iterable[str], minibatches: int = 1) -> dict[str, Sample]:
+        """Returns one minibatch (or several, one after the other) per module that has data."""
         samples = {}
         for module_id in module_ids:
             shard = self._shards.get(module_id)
@@ -121,7 +132,7 @@ class LearnerReplay:
                 config = self._config.get_config_for_module(module_id)
                 n_step = config.n_step
                 samples[module_id] = shard.sample(
-                    config.train_batch_size_per_learner,
+                    config.train_batch_size_per_learner * minibatches,
                     n_step=tuple(n_step) if isinstance(n_step, list) else n_step,
                     gamma=config.gamma,
                 )

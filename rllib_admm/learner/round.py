@@ -19,6 +19,7 @@ class RoundRequest:
         snapshots: Per ModuleID a consensus to start anew from (after `replies`).
         fragments: References to lists of episodes for this learner's shard, with the name
             of the EnvRunner that each came from.
+        replay_actors: Actors that hold the replay in place of the learner, if any do.
     """
 
     env_steps: int
@@ -26,6 +27,7 @@ class RoundRequest:
     replies: dict[str, Reply] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     fragments: list[tuple[str, Any]] = field(default_factory=list)
+    replay_actors: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -46,6 +48,7 @@ class RoundResult:
         non_finite: ModuleIDs whose parameters were not finite and were reset to z.
         last_target_update: Per ModuleID the env steps of the last target update.
         busy_s: Seconds of local steps.
+        replay: Counters of a replay outside of the learner, see `RemoteReplay.counters`.
     """
 
     uploads: dict[str, bytes] = field(default_factory=dict)
@@ -60,3 +63,4 @@ class RoundResult:
     non_finite: list[str] = field(default_factory=list)
     last_target_update: dict[str, int] = field(default_factory=dict)
     busy_s: float = 0.0
+    replay: dict[str, float] = field(default_factory=dict)

@@ -51,7 +51,12 @@ class Rounds(Membership):
             if member.building is not None:
                 continue
             request = RoundRequest(
-                env_steps, local_steps, member.replies, member.snapshots, list(member.fragments)
+                env_steps,
+                local_steps,
+                member.replies,
+                member.snapshots,
+                list(member.fragments),
+                self.replay_actors,
             )
             if self.is_remote:
                 self.traffic.down += sum(len(r.message) for r in member.replies.values())
@@ -61,6 +66,15 @@ class Rounds(Membership):
                 method = "ddp_begin" if self._is_ddp(local_steps) else "run_round"
                 references[member.index] = self._call(member, method, request)
         return PendingRound(requests, references, local_steps, time.perf_counter())
+
+    @staticmethod
+    def is_ready(pending: PendingRound) -> bool:
+        """Returns whether `finish_round` would not have to wait."""
+        references = list(pending.references.values())
+        if not references:
+            return True
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        return len(ready) == len(references)
 
     def finish_round(self, pending: PendingRound) -> RoundSummary:
         """Waits for the learners, forms the new z, and returns what happened.
@@ -141,6 +155,8 @@ class Rounds(Membership):
 
     def _close(self, pending: PendingRound, results: dict[int, RoundResult]) -> RoundSummary:
         summary = RoundSummary([r.metrics for r in results.values() if r.metrics is not None])
+        summary.busy_s = sum(r.busy_s for r in results.values())
+        summary.replay = [r.replay for r in results.values()]
         if not pending.local_steps:
             for index in results:
                 for module_id in self._members[index].rejected:

@@ -90,8 +90,12 @@ class ADMMDQNTorchLearner(GradientAveraging, LocalSteps):
             return
         super().build()
         self._register_tensors()
+        self._replay = self._make_replay()
+
+    def _make_replay(self) -> LearnerReplay:
+        """Makes the replay that this learner draws from."""
         seed = self.config.seed
-        self._replay = LearnerReplay(
+        return LearnerReplay(
             self.config,
             stateful=[mid for mid, m in self.module._rl_modules.items() if m.is_stateful()],
             seed=None if seed is None else seed + 7919 * self._learner_index,

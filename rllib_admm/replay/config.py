@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 _DEFAULT_TYPE: Final = "PrioritizedEpisodeReplayBuffer"
 
 _PACKAGE: Final = "ray.rllib.utils.replay_buffers"
@@ -56,6 +59,17 @@ def reward_bounds(clip_rewards: Any) -> tuple[float, float] | str | None:
     if not low < high:
         raise ValueError(f"clip_rewards={clip_rewards!r}: low must be below high.")
     return low, high
+
+
+def clip(
+    rewards: NDArray[np.float32], bounds: tuple[float, float] | str | None
+) -> NDArray[np.float32]:
+    """Returns rewards clipped as `reward_bounds` says, in float32."""
+    if bounds is None:
+        return rewards
+    if isinstance(bounds, str):
+        return np.sign(rewards)
+    return np.clip(rewards, *bounds).astype(np.float32)
 
 
 def parse_replay_config(replay_buffer_config: Mapping[str, Any]) -> ReplayConfig:

@@ -16,6 +16,7 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 
 from rllib_admm.replay import rebuild
 from rllib_admm.replay.columns import Column, ColumnProblem
+from rllib_admm.replay.config import clip
 from rllib_admm.replay.errors import ReplayDataError
 from rllib_admm.replay.samples import Sample, SequenceSample
 from rllib_admm.replay.sum_tree import SumTree
@@ -62,9 +63,9 @@ class ReplayShard:
     meanwhile, the next chunk starts an unconnected piece.
 
     Not thread-safe. Calls are made one after another by the Learner that owns the shard. If
-    rows are overwritten by an `add` between `sample` and `update_priorities`, the new
-    transitions in those rows get the old ones' priority until they are drawn themselves;
-    nothing else happens, and rows without a transition stay undrawable.
+    rows are overwritten by an `add` between `sample` and `update_priorities`, the latter
+    must be told `drawn_at`: otherwise the new transitions in those rows get the old ones'
+    priority until they are drawn themselves. Rows without a transition stay undrawable.
 
     Args:
         capacity: Number of rows, at least 2. Larger: older data and more memory. An episode
@@ -171,7 +172,18 @@ class ReplayShard:
         """Rows in use."""
         return min(self._num_rows_written, self.capacity)
 
-    def add(self, episodes: Iterable[SingleAgentEpisode], *, source: str | None = None) -> int:
+    @property
+    def num_rows_written(self) -> int:
+        """Rows written over the shard's life: a clock for `update_priorities`."""
+        return self._num_rows_written
+
+    def add(
+        self,
+        episodes: Iterable[SingleAgentEpisode],
+        *,
+        source: str | None = None,
+        td_errors: Sequence[ArrayLike] | None = None,
+    ) -> int:
         """Stores episode chunks as `EnvRunner.sample()` returns them.
 
         Lookback buffers are ignored. Chunks without a step are skipped. The episodes are not
@@ -180,6 +192,8 @@ class ReplayShard:
         Args:
             episodes: Chunks, numpy'ized or not; those of one episode in the order of time.
             source: Who delivered them, for error messages.
+            td_errors: Per chunk the TD errors of its transitions, shape (n,): their first
+                priorities. Default: the largest priority so far.
 
         Returns:
             The number of environment steps added.
@@ -195,11 +209,16 @@ class ReplayShard:
             for column in (self._obs, self._actions, *self._extra.values()):
                 column.forget()
             raise
-        touched = [self._write(chunk) for chunk in chunks if chunk is not None]
+        written = [None if chunk is None else self._write(chunk) for chunk in chunks]
+        touched = [rows for rows in written if rows is not None]
         if self._tree is not None and touched:
-            rows = np.concatenate(touched)
+            rows = np.concatenate([np.concatenate((r, holders[:1])) for r, holders in touched])
             drawable = (self._flags[rows] & HAS_TRANSITION) != 0
             self._tree.update(rows, np.where(drawable, self._new_leaf, 0.0))
+            for each, errors in zip(written, td_errors or (), strict=bool(td_errors)):
+                if each is not None:
+                    holders = each[1]
+                    self.update_priorities(holders, np.asarray(errors)[-len(holders) :])
         if self._episode is not None:
             self._sweep_episode_ids()
         return sum(chunk.n for chunk in chunks if chunk is not None)
@@ -274,19 +293,26 @@ class ReplayShard:
             extra={key: column.take(rows) for key, column in self._extra.items()},
         )
 
-    def update_priorities(self, indices: NDArray[np.int64], td_errors: ArrayLike) -> None:
+    def update_priorities(
+        self, indices: NDArray[np.int64], td_errors: ArrayLike, *, drawn_at: int | None = None
+    ) -> int:
         """Sets the priorities of rows to |TD error|; does nothing on a uniform shard.
 
         Args:
             indices: `Sample.indices`, shape (B,). Where a row occurs twice, the last counts.
             td_errors: TD errors of any sign, shape (B,).
+            drawn_at: `num_rows_written` when they were drawn: rows that were overwritten
+                since then are left alone. Default: none was.
+
+        Returns:
+            The number of rows left alone.
 
         Raises:
             ReplayDataError: A TD error is not finite, or their number is not B. No priority
                 is changed then.
         """
         if self._tree is None:
-            return
+            return 0
         priorities = np.abs(np.asarray(td_errors, np.float64))
         if priorities.shape != indices.shape:
             raise ReplayDataError(
@@ -299,8 +325,16 @@ class ReplayShard:
                 "The loss has diverged: lower the learning rate or clip gradients.",
                 "td_error",
             )
+        stale = 0
+        if drawn_at is not None:
+            # The newest write to each row that came before the draw.
+            position = drawn_at - 1 - (drawn_at - 1 - indices) % self.capacity
+            kept = position >= self._num_rows_written - self.capacity
+            stale = int(len(kept) - np.count_nonzero(kept))
+            if stale:
+                indices, priorities = indices[kept], priorities[kept]
         if not priorities.size:
-            return
+            return stale
         np.maximum(priorities, _SMALLEST_TD_ERROR, out=priorities)
         with np.errstate(over="ignore"):  # the tree keeps leaves finite
             leaves = priorities**self.alpha
@@ -309,6 +343,7 @@ class ReplayShard:
         if not drawable.all():
             indices, leaves = indices[drawable], leaves[drawable]
         self._tree.update(indices, leaves)
+        return stale
 
     def sample_sequences(
         self,
@@ -511,7 +546,7 @@ class ReplayShard:
         try:
             obs = self._obs.check(episode.observations, n + 1)
             actions = self._actions.check(episode.actions, n)
-            rewards = self._clip(_check_rewards(episode.rewards, n))
+            rewards = clip(_check_rewards(episode.rewards, n), self._clip_rewards)
             outputs = episode.extra_model_outputs
             extra = {key: col.check(outputs.get(key), n) for key, col in self._extra.items()}
         except ColumnProblem as bad:
@@ -529,15 +564,13 @@ class ReplayShard:
         end = TERMINATED * bool(episode.is_terminated) | TRUNCATED * bool(episode.is_truncated)
         return _Chunk(str(episode.id_), t, n, obs, actions, rewards, extra, end)
 
-    def _clip(self, rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self._clip_rewards is None:
-            return rewards
-        if self._clip_rewards == "sign":
-            return np.sign(rewards)
-        return np.clip(rewards, *self._clip_rewards).astype(np.float32)
+    def _write(self, chunk: _Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Writes a chunk.
 
-    def _write(self, chunk: _Chunk) -> NDArray[np.int64]:
-        """Writes a chunk and returns the rows whose flags have changed."""
+        Returns:
+            The rows written, and the rows that hold the chunk's transitions; of the latter
+            the first may be an older row. The newest transitions are kept if not all fit.
+        """
         written, capacity, n = self._num_rows_written, self.capacity, chunk.n
         tail, number = self._open.pop(chunk.id_, (-1, -1))
         tail_row = tail % capacity
@@ -584,7 +617,7 @@ class ReplayShard:
         if not chunk.end:
             self._open[chunk.id_] = (written + count - 1, number)
         self._forget_overwritten_tails()
-        return np.concatenate((rows, holders[:1]))
+        return rows, holders
 
     def _forget_overwritten_tails(self) -> None:
         oldest = self._num_rows_written - self.capacity

@@ -175,9 +175,9 @@ class BranchingQRLModule(TorchRLModule, InferenceOnlyAPI, TargetNetworkAPI):
         """Returns the same, each dimension with probability epsilon at random instead."""
         greedy = self._greedy(batch)
         self.epsilon_schedule.update(t)
-        explores = torch.rand(greedy.shape, device=greedy.device) < (
-            self.epsilon_schedule.get_current_value()
-        )
+        # One for all, or one per row.
+        epsilon = torch.as_tensor(self.epsilon_schedule.get_current_value(), device=greedy.device)
+        explores = torch.rand(greedy.shape, device=greedy.device) < epsilon.reshape(-1, 1)
         uniform = (torch.rand(greedy.shape, device=greedy.device) * self._nvec).long()
         return {Columns.ACTIONS: torch.where(explores, uniform, greedy)}
 
