@@ -83,3 +83,32 @@ class MixedActions(gym.Env[Any, Any]):
         self._frame += 1
         good = action["gear"] == 2 and bool(action["torque"][0] == 1)
         return self._obs(), 1.0 if good else -1.0, self._frame == 20, False, {}
+
+
+class Numbered(gym.Env[Any, Any]):
+    """Episodes of 20 steps, 1 each, in which every observation is a number that occurs only once.
+
+    The observation is the number / 1e5, so that networks see nothing large.
+    """
+
+    observation_space = gym.spaces.Box(0, 10, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, context: Any = None) -> None:
+        worker = getattr(context, "worker_index", 0)
+        vector = getattr(context, "vector_index", 0) or 0
+        self._number = 100_000 * worker + 20_000 * vector
+        self._step = 0
+
+    def _obs(self) -> np.ndarray:
+        self._number += 1
+        return np.array([self._number / 1e5], np.float32)
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        self._step = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        return self._obs(), 1.0, self._step == 20, False, {}
