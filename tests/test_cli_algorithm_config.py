@@ -99,7 +99,6 @@ def test_a_list_becomes_the_tuple_that_rllib_asks_for() -> None:
         ({"num_env_runners": 1.5}, "`num_env_runners` must be a whole number, is 1.5"),
         ({"lr": "fast"}, "`lr` must be a number or a list, is 'fast'"),
         ({"double_q": 1}, "`double_q` must be true or false, is 1"),
-        ({"lr": {"grid_search": [1, 2]}}, "`grid_search` is not supported"),
         ({"training": {"gama": 0.9}}, "`training` has no setting `gama`; did you mean `gamma`"),
         ({"training": {"num_learners": 1}}, "it belongs under `learners`"),
         ({"training": 3}, "`training` must be a mapping, is 3"),
@@ -130,7 +129,7 @@ def test_rllibs_advice_to_switch_validation_off_is_not_passed_on() -> None:
     [
         ("ADMMDQM", "did you mean `ADMMDQN`"),
         ("dqn", "did you mean `DQN`"),
-        ("Zebra", "known are ADMMDQN, APPO"),
+        ("Zebra", "known are ADMMDQN, APEX, APPO"),
     ],
 )
 def test_unknown_algorithm_names_the_nearest(run: str, hint: str) -> None:

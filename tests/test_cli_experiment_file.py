@@ -119,3 +119,83 @@ def test_tuned_examples_ask_for_at_most_two_cpus(path: Path) -> None:
     )
     assert config["num_learners"] == 2
     assert cpus <= 2
+
+
+def test_old_names_are_translated_with_one_hint_each(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+        cartpole-dqn:
+          env: CartPole-v1
+          run: DQN
+          local_dir: somewhere
+          checkpoint_freq: 5
+          keep_checkpoints_num: 2
+          stop:
+            sampler_results/episode_reward_mean: 150
+            timesteps_total: 50000
+          config:
+            framework: torch
+            num_workers: 0
+            learning_starts: 100
+            replay_buffer_config:
+              type: MultiAgentPrioritizedReplayBuffer
+              prioritized_replay_alpha: 0.5
+            exploration_config: {epsilon_timesteps: 200, final_epsilon: 0.02}
+        """,
+    )
+    hints: list[str] = []
+    (read,) = read_experiments(path, hints.append)
+    assert read.stop == {
+        "env_runners/episode_return_mean": 150,
+        "num_env_steps_sampled_lifetime": 50000,
+    }
+    assert read.storage_path == "somewhere"
+    assert read.checkpoint_config == {"checkpoint_frequency": 5, "num_to_keep": 2}
+    assert read.config == {
+        "framework": "torch",
+        "num_env_runners": 0,
+        "num_steps_sampled_before_learning_starts": 100,
+        "replay_buffer_config": {"type": "PrioritizedEpisodeReplayBuffer", "alpha": 0.5},
+        "epsilon": [[0, 1.0], [200, 0.02]],
+    }
+    assert len(hints) == len(set(hints)) == 10
+    assert "`num_workers` is now `num_env_runners`" in hints
+
+
+def test_grid_search_anywhere_makes_an_experiment_per_combination(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """\
+        sweep:
+          run: DQN
+          env: CartPole-v1
+          stop: {training_iteration: 1}
+          config:
+            lr: {grid_search: [0.1, 0.2]}
+            replay_buffer_config:
+              type: EpisodeReplayBuffer
+              capacity: {grid_search: [10, 20]}
+        """,
+    )
+    read = read_experiments(path)
+    assert [e.name for e in read] == [
+        f"sweep[lr={lr},replay_buffer_config.capacity={capacity}]"
+        for lr in (0.1, 0.2)
+        for capacity in (10, 20)
+    ]
+    assert [(e.config["lr"], e.config["replay_buffer_config"]["capacity"]) for e in read] == [
+        (0.1, 10),
+        (0.1, 20),
+        (0.2, 10),
+        (0.2, 20),
+    ]
+    # Errors still know the line.
+    assert str(read[3].error("config/lr", "wrong")) == f"{path}:6: wrong"
+
+
+def test_json_is_read_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"a": {"run": "DQN", "env": "X-v0", "stop": {"training_iteration": 1}}}')
+    (read,) = read_experiments(path)
+    assert (read.run, read.env, read.stop) == ("DQN", "X-v0", {"training_iteration": 1})

@@ -11,12 +11,11 @@ import pytest
 from ray.rllib.algorithms.dqn import DQNConfig
 from rich.console import Console
 
-from rllib_admm.cli.errors import CommandError
-from rllib_admm.cli.greedy import GreedyReturn, _local_env_runner, _side_by_side
+from rllib_admm.cli.greedy import GreedyReturn, _side_by_side, evaluation_runner
 from rllib_admm.cli.progress import ProgressReporter, gradient_steps, lookup
 from rllib_admm.cli.resources import shortage
 from rllib_admm.cli.run import _last_exception
-from rllib_admm.cli.stopping import MetricStopper, check_stop_names
+from rllib_admm.cli.stopping import MetricStopper
 
 
 @pytest.mark.parametrize(
@@ -54,11 +53,6 @@ def test_stopper_ends_the_experiment_for_a_misspelt_metric() -> None:
     assert stopper.stop_all()
     assert stopper.error is not None
     assert "did you mean `training_iteration`?" in stopper.error
-
-
-def test_old_stop_names_are_refused_with_the_present_one() -> None:
-    with pytest.raises(CommandError, match=r"write `env_runners/episode_return_mean`"):
-        check_stop_names({"episode_reward_mean": 450})
 
 
 def test_lookup_finds_numbers_only() -> None:
@@ -146,9 +140,9 @@ class CoinEnv(gym.Env[np.ndarray, int]):
 
 
 def test_greedy_episodes_are_not_the_short_ones() -> None:
-    runner = _local_env_runner(DQNConfig().environment(CoinEnv), 20)
+    runner = evaluation_runner(DQNConfig().environment(CoinEnv), 20)
     try:
-        returns = _side_by_side(runner, 60.0).returns
+        returns = _side_by_side(runner, 60.0, None).returns
     finally:
         runner.stop()
     assert len(returns) == 20
@@ -165,11 +159,20 @@ class EndlessEnv(CoinEnv):
 
 
 def test_greedy_episodes_that_do_not_end_are_cut_off_and_said_to_be() -> None:
-    runner = _local_env_runner(DQNConfig().environment(EndlessEnv), 3)
+    runner = evaluation_runner(DQNConfig().environment(EndlessEnv), 3)
     try:
-        greedy = _side_by_side(runner, 0.3)
+        greedy = _side_by_side(runner, 0.3, None)
     finally:
         runner.stop()
     assert greedy.num_cut == 3
     assert min(greedy.returns) > 0
-    assert str(greedy).endswith("(3 episodes, 3 of them cut off by the time limit)")
+    assert str(greedy).endswith("(3 episodes, 3 of them cut off by the limit)")
+
+
+def test_greedy_episodes_end_after_the_steps_asked_for() -> None:
+    runner = evaluation_runner(DQNConfig().environment(EndlessEnv), 3)
+    try:
+        greedy = _side_by_side(runner, 60.0, 70)
+    finally:
+        runner.stop()
+    assert greedy.returns == (70.0, 70.0, 70.0) and greedy.num_cut == 3

@@ -11,7 +11,9 @@ import collections.abc
 import dataclasses
 import importlib
 import inspect
+import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -84,7 +86,7 @@ def build_config(experiment: Experiment) -> AlgorithmConfig:
     Raises:
         CommandError: If the algorithm, a key, a value or the environment is wrong.
     """
-    config = _default_config(experiment)
+    config = experiment.built or _default_config(experiment)
     if experiment.env is not None:
         config.environment(experiment.env)
     for key, value in experiment.config.items():
@@ -117,6 +119,11 @@ def _default_config(experiment: Experiment) -> AlgorithmConfig:
         cls: Any = get_trainable_cls(run)
         if Algorithm not in getattr(cls, "__mro__", ()):
             raise experiment.error("run", f"`{run}` is registered, but is no RLlib Algorithm")
+        return cls.get_default_config()
+    if ":" in run:
+        cls = import_name(run, experiment, "run")
+        if Algorithm not in getattr(cls, "__mro__", ()):
+            raise experiment.error("run", f"`{run}` is no RLlib Algorithm")
         return cls.get_default_config()
     hint = did_you_mean(run, ALGORITHMS) or did_you_mean(run.upper(), ALGORITHMS)
     raise experiment.error(
@@ -286,10 +293,6 @@ def _setting_names(config: AlgorithmConfig) -> Iterator[str]:
 
 def _checked(parameter: _Parameter, key: str, value: Any, path: str, experiment: Experiment) -> Any:
     """Returns the value for a parameter, after a check of its YAML type against the annotation."""
-    if isinstance(value, dict) and set(value) == {"grid_search"}:
-        raise experiment.error(
-            path, f"`{key}`: `grid_search` is not supported; write one experiment per value"
-        )
     allowed = _yaml_kinds(parameter.hint)
     if allowed is not None:
         # RLlib's annotations are not always right, its defaults are.
@@ -364,6 +367,26 @@ def _check_env(config: AlgorithmConfig, experiment: Experiment) -> None:
         raise experiment.error("env", _missing_package(env, error)) from error
     except (gymnasium.error.Error, TypeError, ValueError, AssertionError) as error:
         raise experiment.error("env", f"environment `{env}`: {one_line(error)}") from error
+
+
+def import_name(path: str, experiment: Experiment, key: str) -> Any:
+    """Imports ``package.module:Name``; the present folder counts as a place for modules.
+
+    Raises:
+        CommandError: If there is no such module or name.
+    """
+    module_name, _, name = path.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise experiment.error(key, f"`{path}`: {one_line(error)}") from error
+    if not hasattr(module, name):
+        raise experiment.error(
+            key, f"`{module_name}` has no `{name}`{did_you_mean(name, vars(module))}"
+        )
+    return getattr(module, name)
 
 
 def _import_class(path: str, experiment: Experiment) -> type:

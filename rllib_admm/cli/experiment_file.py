@@ -1,4 +1,4 @@
-"""The experiment file: classic RLlib YAML, read into typed `Experiment` objects.
+"""The experiment file: classic RLlib YAML or JSON, read into typed `Experiment` objects.
 
 Owns the form of the file and every error that can be found without Ray. Whether an algorithm
 knows a `config` key is `algorithm_config`'s question.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rllib_admm.cli.errors import CommandError, did_you_mean, one_line
+from rllib_admm.cli.grid import combinations
+from rllib_admm.cli.old_names import Hint, translate
 
 EXPERIMENT_KEYS = (
     "run",
@@ -25,7 +27,6 @@ EXPERIMENT_KEYS = (
     "checkpoint_config",
     "num_samples",
     "storage_path",
-    "local_dir",
 )
 
 
@@ -44,6 +45,7 @@ class Experiment:
         storage_path: Folder or URI for results, or None for the command's default.
         file: Where the experiment was read.
         lines: Key path (joined by ``/``) to its line in the file, from 1.
+        built: The AlgorithmConfig, if a Python file made it; `config` is empty then.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Experiment:
     storage_path: str | None = None
     file: Path = Path()
     lines: Mapping[str, int] = field(default_factory=dict)
+    built: Any = None
 
     def error(self, key_path: str, message: str) -> CommandError:
         """Returns an error that points at a key of this experiment.
@@ -88,11 +91,13 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_experiments(path: Path) -> list[Experiment]:
+def read_experiments(path: Path, hint: Hint = print) -> list[Experiment]:
     """Reads and checks an experiment file.
 
     Args:
-        path: A YAML file of the form ``{name: {run, env, stop, config, ...}, ...}``.
+        path: A YAML or JSON file of the form ``{name: {run, env, stop, config, ...}, ...}``.
+            Each `grid_search` in a `config` makes an experiment of each of its values.
+        hint: Called with a sentence for each old name that was translated.
 
     Returns:
         The experiments in the file's order, at least one.
@@ -103,7 +108,7 @@ def read_experiments(path: Path) -> list[Experiment]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = (p.name for p in path.parent.glob("*.y*ml"))
+        siblings = (p.name for p in path.parent.glob("*.*"))
         raise CommandError(f"no such file: {path}{did_you_mean(path.name, siblings)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"cannot read {path}: {error}") from None
@@ -133,7 +138,11 @@ def read_experiments(path: Path) -> list[Experiment]:
             f"{path}:{lines['run']}: `run` stands at the top level; indent it under a name for "
             "the experiment"
         )
-    return [_experiment(name, body, path, lines) for name, body in data.items()]
+    return [
+        experiment
+        for name, body in data.items()
+        for experiment in experiments(str(name), body, path, lines, hint)
+    ]
 
 
 def _key_lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -155,8 +164,31 @@ def _key_lines(node: yaml.Node, path: Path, prefix: str = "") -> Iterator[tuple[
             yield from _key_lines(value, path, f"{prefix}{name}/")
 
 
-def _experiment(name: Any, body: Any, path: Path, lines: Mapping[str, int]) -> Experiment:
-    name = str(name)
+def experiments(
+    name: str, body: Any, path: Path, lines: Mapping[str, int], hint: Hint
+) -> list[Experiment]:
+    """Reads one experiment's mapping; several experiments if its config has a `grid_search`.
+
+    Raises:
+        CommandError: If it is not of the form of an experiment.
+    """
+    if isinstance(body, dict):
+        body = translate(body, hint)
+    first = _experiment(name, body, path, lines)
+    made = []
+    for label, config in combinations(first.config):
+        full = f"{name}[{label}]" if label else name
+        # Errors look a place up by the experiment's name.
+        own = {
+            f"{full}{key.removeprefix(name)}": line
+            for key, line in lines.items()
+            if key == name or key.startswith(f"{name}/")
+        }
+        made.append(replace(first, name=full, config=config, lines=own))
+    return made
+
+
+def _experiment(name: str, body: Any, path: Path, lines: Mapping[str, int]) -> Experiment:
     # Carries the place for errors until everything is checked.
     at = Experiment(name=name, run="", env=None, stop={}, config={}, file=path, lines=lines)
     if not isinstance(body, dict):
@@ -182,9 +214,6 @@ def _experiment(name: Any, body: Any, path: Path, lines: Mapping[str, int]) -> E
         env = _typed(at, config, "env", str, "config/")
     if env is None and not {"input_", "offline_data"} & config.keys():
         raise at.error("", f"experiment `{name}` has no `env`, e.g. `env: CartPole-v1`")
-    if "storage_path" in body and "local_dir" in body:
-        raise at.error("local_dir", "`local_dir` is the old name of `storage_path`: give one")
-
     num_samples = _typed(at, body, "num_samples", int)
     if num_samples is not None and num_samples < 1:
         raise at.error("num_samples", f"`num_samples` must be at least 1, is {num_samples}")
@@ -200,7 +229,7 @@ def _experiment(name: Any, body: Any, path: Path, lines: Mapping[str, int]) -> E
         config={key: value for key, value in config.items() if key != "env"},
         checkpoint_config=_typed(at, body, "checkpoint_config", dict) or {},
         num_samples=num_samples or 1,
-        storage_path=_typed(at, body, "storage_path", str) or _typed(at, body, "local_dir", str),
+        storage_path=_typed(at, body, "storage_path", str),
         file=path,
         lines=lines,
     )

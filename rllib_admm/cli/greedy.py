@@ -38,12 +38,16 @@ class GreedyReturn:
 
     def __str__(self) -> str:
         spread = stdev(self.returns) if len(self.returns) > 1 else 0.0
-        cut = f", {self.num_cut} of them cut off by the time limit" if self.num_cut else ""
+        cut = f", {self.num_cut} of them cut off by the limit" if self.num_cut else ""
         return f"{fmean(self.returns):.2f} +- {spread:.2f} ({len(self.returns)} episodes{cut})"
 
 
 def greedy_return(
-    config: AlgorithmConfig, checkpoint: Path, num_episodes: int, time_limit_s: float = 120.0
+    config: AlgorithmConfig,
+    checkpoint: Path,
+    num_episodes: int,
+    time_limit_s: float = 120.0,
+    max_steps: int | None = None,
 ) -> GreedyReturn:
     """Runs greedy episodes with the weights and connector states of a checkpoint.
 
@@ -53,26 +57,34 @@ def greedy_return(
         num_episodes: How many episodes.
         time_limit_s: Seconds after which episodes are cut off: in an environment without a time
             limit of its own a bad policy may never end one. Not for multi-agent environments.
+        max_steps: Env steps after which an episode is cut off; None: none. Likewise.
 
     Returns:
         The returns of exactly that many episodes.
     """
-    runner = _local_env_runner(config, num_episodes)
+    runner = evaluation_runner(config, num_episodes)
     try:
-        runner.restore_from_path(checkpoint / COMPONENT_ENV_RUNNER)
-        modules = checkpoint / COMPONENT_LEARNER_GROUP / COMPONENT_LEARNER / COMPONENT_RL_MODULE
-        # After the connectors, one of which may carry weights itself. A single-agent runner holds
-        # the one module, a multi-agent runner all of them.
+        load_module(runner, checkpoint)
         if isinstance(runner, MultiAgentEnvRunner):
-            runner.module.restore_from_path(modules)
             return _one_after_the_other(runner, num_episodes)
-        runner.module.restore_from_path(modules / DEFAULT_MODULE_ID)
-        return _side_by_side(runner, time_limit_s)
+        return _side_by_side(runner, time_limit_s, max_steps)
     finally:
         runner.stop()
 
 
-def _local_env_runner(config: AlgorithmConfig, num_envs: int) -> Any:
+def load_module(runner: Any, checkpoint: Path) -> None:
+    """Gives an EnvRunner the connector states and the weights of a checkpoint."""
+    runner.restore_from_path(checkpoint / COMPONENT_ENV_RUNNER)
+    modules = checkpoint / COMPONENT_LEARNER_GROUP / COMPONENT_LEARNER / COMPONENT_RL_MODULE
+    # After the connectors, one of which may carry weights itself. A single-agent runner holds
+    # the one module, a multi-agent runner all of them.
+    if not isinstance(runner, MultiAgentEnvRunner):
+        modules = modules / DEFAULT_MODULE_ID
+    runner.module.restore_from_path(modules)
+
+
+def evaluation_runner(config: AlgorithmConfig, num_envs: int) -> Any:
+    """Returns a greedy EnvRunner in this process, with the config's evaluation overrides."""
     runner_config = config.copy(copy_frozen=False).get_evaluation_config_object()
     single_agent = not runner_config.is_multi_agent
     # Zero runners: the local one makes its environment itself.
@@ -96,7 +108,7 @@ def _one_after_the_other(runner: Any, num_episodes: int) -> GreedyReturn:
     return GreedyReturn(tuple(float(episode.get_return()) for episode in episodes[:num_episodes]))
 
 
-def _side_by_side(runner: Any, time_limit_s: float) -> GreedyReturn:
+def _side_by_side(runner: Any, time_limit_s: float, max_steps: int | None) -> GreedyReturn:
     """Runs the first episode of each of the runner's environments to its end.
 
     The first N episodes to end, out of N environments side by side, would be the short ones.
@@ -104,10 +116,15 @@ def _side_by_side(runner: Any, time_limit_s: float) -> GreedyReturn:
     deadline = time.monotonic() + time_limit_s
     returns: dict[str, float] = {}
     running: set[str] | None = None
-    while running is None or (running and time.monotonic() < deadline):
+    count = 0
+    while running is None or (
+        running and time.monotonic() < deadline and (max_steps is None or count < max_steps)
+    ):
         first = running is None
         # At first one step in each environment: what comes back are the first episodes.
-        steps = runner.num_envs * (1 if first else 50)
+        each = 1 if first else min(50, max_steps - count if max_steps else 50)
+        count += each
+        steps = runner.num_envs * each
         fragments = runner.sample(num_timesteps=steps, explore=False, force_reset=first)
         if running is None:
             running = {fragment.id_ for fragment in fragments}

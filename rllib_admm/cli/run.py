@@ -10,64 +10,98 @@ import time
 import warnings
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import ray
 from ray import tune
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.tune import Result
+from ray.tune.schedulers import create_scheduler
 from rich.console import Console
 
 from rllib_admm.cli.algorithm_config import algorithm_class, build_config
-from rllib_admm.cli.errors import CommandError, did_you_mean
+from rllib_admm.cli.checkpoints import check_checkpoint, restoring
+from rllib_admm.cli.errors import CommandError, did_you_mean, one_line
 from rllib_admm.cli.experiment_file import Experiment
 from rllib_admm.cli.greedy import greedy_return
 from rllib_admm.cli.progress import ProgressReporter
 from rllib_admm.cli.resources import check_resources
-from rllib_admm.cli.stopping import MetricStopper, check_stop_names
+from rllib_admm.cli.stopping import MetricStopper
 
 DEFAULT_STORAGE_PATH = "results"
 GREEDY_EPISODES = 20
+# What schedulers compare, where their own arguments do not say.
+_WATCHED = "env_runners/episode_return_mean"
+_SCHEDULERS = ("fifo", "asha", "async_hyperband", "hyperband", "median_stopping_rule", "pbt", "pb2")
 
 
-def run_experiments(
-    experiments: list[Experiment],
-    *,
-    storage_path: str | None = None,
-    ray_num_cpus: int | None = None,
-    verbosity: int = 0,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What the command line says about running, beside the experiments.
+
+    Attributes:
+        storage_path: Folder or URI for results; None: the file's, or `results/`.
+        ray_num_cpus: CPUs of the Ray cluster that is started; None: all of this machine.
+        ray_num_gpus: Likewise, GPUs.
+        ray_address: A running cluster to connect to instead; None: none.
+        restore: Checkpoint folder of an algorithm to start from.
+        resume: Result folder of an interrupted run of the experiment to go on with.
+        scheduler: Name of a Tune scheduler ("asha", "pbt", ...); None: every trial runs on.
+        scheduler_config: Its arguments.
+        verbosity: 0 hides the logs of Ray, 1 shows them, 2 shows tracebacks as well.
+    """
+
+    storage_path: str | None = None
+    ray_num_cpus: int | None = None
+    ray_num_gpus: int | None = None
+    ray_address: str | None = None
+    restore: str | None = None
+    resume: str | None = None
+    scheduler: str | None = None
+    scheduler_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    verbosity: int = 0
+
+
+def run_experiments(experiments: list[Experiment], options: RunOptions) -> None:
     """Trains experiments one after the other and prints what came of each.
 
     Args:
-        experiments: As read from a file.
-        storage_path: Folder or URI for results; None: the file's, or `results/`.
-        ray_num_cpus: CPUs of the Ray cluster that is started; None: all of this machine.
-        verbosity: 0 hides the logs of Ray, 1 shows them, 2 shows tracebacks as well.
+        experiments: As read from a file, or from the command line.
+        options: See `RunOptions`.
 
     Raises:
         CommandError: If something is wrong with an experiment or a run fails.
     """
-    _set_up_logs(verbosity)
+    set_up_logs(options.verbosity)
     # All are checked before the first one starts.
     configs = [build_config(experiment) for experiment in experiments]
     checkpoints = [_checkpoint_config(experiment) for experiment in experiments]
-    for experiment in experiments:
-        check_stop_names(experiment.stop)
+    if options.resume is not None and len(experiments) > 1:
+        raise CommandError("--resume goes on with one experiment, the file has several")
+    if options.restore is not None:
+        for config in configs:
+            check_checkpoint(Path(options.restore), algorithm_class(config))
+    _scheduler(options)
 
     started = not ray.is_initialized()
     if started:
+        quiet = options.verbosity == 0
+        own_cluster = {
+            "num_cpus": options.ray_num_cpus,
+            "num_gpus": options.ray_num_gpus,
+            "include_dashboard": False,
+        }
         ray.init(
-            num_cpus=ray_num_cpus,
-            include_dashboard=False,
-            log_to_driver=verbosity > 0,
-            logging_level=logging.INFO if verbosity else logging.ERROR,
+            address=options.ray_address,
+            log_to_driver=not quiet,
+            logging_level=logging.ERROR if quiet else logging.INFO,
+            **({} if options.ray_address else own_cluster),
         )
     try:
         for experiment, config in zip(experiments, configs, strict=True):
             check_resources(config, experiment)
         for experiment, config, checkpoint in zip(experiments, configs, checkpoints, strict=True):
-            storage = storage_path or experiment.storage_path or DEFAULT_STORAGE_PATH
-            _run(experiment, config, checkpoint, _absolute(storage))
+            _run(experiment, config, checkpoint, options)
     finally:
         if started:
             ray.shutdown()
@@ -77,30 +111,72 @@ def _run(
     experiment: Experiment,
     config: AlgorithmConfig,
     checkpoint_config: tune.CheckpointConfig,
-    storage_path: str,
+    options: RunOptions,
 ) -> None:
     stopper = MetricStopper(experiment.stop)
     progress = ProgressReporter(f"{experiment.name} ({experiment.run})", Console())
-    tuner = tune.Tuner(
-        algorithm_class(config),
-        param_space=config,
-        tune_config=tune.TuneConfig(num_samples=experiment.num_samples),
-        run_config=tune.RunConfig(
-            # With the time, so that two runs of a file never share a folder.
-            name=f"{experiment.name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}",
-            storage_path=storage_path,
-            stop=stopper,
-            checkpoint_config=checkpoint_config,
-            callbacks=[progress],
-            verbose=0,
-        ),
-    )
+    trainable: Any = algorithm_class(config)
+    if options.restore is not None:
+        trainable = restoring(trainable, _absolute(options.restore))
+    if options.resume is not None:
+        tuner = _resumed(options.resume, trainable, config, experiment)
+        # What a restored Tuner has of its own is not what is watched here.
+        run_config = tuner._local_tuner._run_config
+        run_config.stop, run_config.callbacks = stopper, [progress]
+    else:
+        scheduler = _scheduler(options)
+        watched = scheduler is not None and not {"metric", "mode"} & set(options.scheduler_config)
+        tuner = tune.Tuner(
+            trainable,
+            param_space=config,
+            tune_config=tune.TuneConfig(
+                num_samples=experiment.num_samples,
+                scheduler=scheduler,
+                metric=_WATCHED if watched else None,
+                mode="max" if watched else None,
+            ),
+            run_config=tune.RunConfig(
+                # With the time, so that two runs of a file never share a folder.
+                name=f"{experiment.name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}",
+                storage_path=_absolute(
+                    options.storage_path or experiment.storage_path or DEFAULT_STORAGE_PATH
+                ),
+                stop=stopper,
+                checkpoint_config=checkpoint_config,
+                callbacks=[progress],
+                verbose=0,
+            ),
+        )
     with progress:
         results = tuner.fit()
     if stopper.error:
         raise experiment.error("stop", stopper.error)
     for result in results:
         _print_summary(experiment, config, result)
+
+
+def _scheduler(options: RunOptions) -> Any:
+    if options.scheduler is None:
+        return None
+    known = list(_SCHEDULERS)
+    if options.scheduler not in known:
+        hint = did_you_mean(options.scheduler, known) or f"; known are {', '.join(known)}"
+        raise CommandError(f"unknown scheduler `{options.scheduler}`{hint}")
+    try:
+        return create_scheduler(options.scheduler, **options.scheduler_config)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise CommandError(f"scheduler `{options.scheduler}`: {one_line(error)}") from error
+
+
+def _resumed(
+    folder: str, trainable: Any, config: AlgorithmConfig, experiment: Experiment
+) -> tune.Tuner:
+    path = _absolute(folder)
+    if not tune.Tuner.can_restore(path):
+        raise CommandError(f"--resume: no experiment of Ray Tune in {folder}")
+    return tune.Tuner.restore(
+        path, trainable=trainable, param_space=config, resume_unfinished=True, resume_errored=True
+    )
 
 
 def _print_summary(experiment: Experiment, config: AlgorithmConfig, result: Result) -> None:
@@ -157,7 +233,8 @@ def _absolute(storage_path: str) -> str:
     return str(Path(storage_path).expanduser().resolve())
 
 
-def _set_up_logs(verbosity: int) -> None:
+def set_up_logs(verbosity: int) -> None:
+    """Hides what Ray, Tune and pygame print, according to `verbosity`."""
     # Tune's newer output prints boxes and hints even when told to be silent.
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")

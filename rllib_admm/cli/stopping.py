@@ -7,7 +7,7 @@ from typing import Any
 from ray.tune import Stopper
 from ray.tune.utils.util import flatten_dict
 
-from rllib_admm.cli.errors import CommandError, did_you_mean
+from rllib_admm.cli.errors import did_you_mean
 
 # Metrics that may be absent from the first result: no episode has ended, or the first evaluation
 # comes later.
@@ -20,19 +20,6 @@ LATE_METRICS = frozenset(
     }
 )
 LATE_PREFIXES = ("evaluation/", "env_runners/agent_", "env_runners/module_", "learners/")
-
-# Names of the old API stack, and what is meant by them.
-OLD_NAMES = {
-    "episode_reward_mean": "env_runners/episode_return_mean",
-    "sampler_results/episode_reward_mean": "env_runners/episode_return_mean",
-    "env_runners/episode_reward_mean": "env_runners/episode_return_mean",
-    "evaluation/episode_reward_mean": "evaluation/env_runners/episode_return_mean",
-    "evaluation/sampler_results/episode_reward_mean": (
-        "evaluation/env_runners/episode_return_mean"
-    ),
-    "timesteps_total": "num_env_steps_sampled_lifetime",
-    "num_env_steps_sampled": "num_env_steps_sampled_lifetime",
-}
 
 
 class MetricStopper(Stopper):
@@ -71,16 +58,3 @@ class MetricStopper(Stopper):
                 hint = did_you_mean(name, metrics)
                 return f"`stop` names `{name}`, which is no metric of this run{hint}"
         return None
-
-
-def check_stop_names(stop: dict[str, float]) -> None:
-    """Refuses names of the old API stack before anything starts.
-
-    Raises:
-        CommandError: If a criterion has an old name; says the present one.
-    """
-    for name in stop:
-        if name in OLD_NAMES:
-            raise CommandError(
-                f"`stop` names `{name}`, a metric of the old API stack; write `{OLD_NAMES[name]}`"
-            )
