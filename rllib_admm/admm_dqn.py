@@ -79,7 +79,7 @@ class ADMMDQNConfig(ShardedDQNConfig):
         self.max_learner_restarts = 10
         self.round_timeout_s = 300.0
         self.placement_timeout_s = 120.0
-        self._ready = True
+        self._admm_ready = True
 
     @override(DQNConfig)
     def training(

@@ -75,7 +75,7 @@ class ShardedDQNConfig(DiscretizedDQNConfig):
 
     def __setattr__(self, key: str, value: Any) -> None:
         """Refuses attributes that look like a misspelt option."""
-        if self.__dict__.get("_ready") and not key.startswith("_"):
+        if self.__dict__.get("_admm_ready") and not key.startswith("_"):
             refuse_unknown_attribute(self, key)
         super().__setattr__(key, value)
 

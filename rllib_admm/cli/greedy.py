@@ -19,6 +19,8 @@ from ray.rllib.core import (
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
+from rllib_admm.env_runners import WrappingEnvRunner
+
 # Evaluation episodes must not start where training episodes with the same seed started.
 _SEED_OFFSET = 10_000
 
@@ -99,6 +101,9 @@ def evaluation_runner(config: AlgorithmConfig, num_envs: int) -> Any:
     cls = runner_config.env_runner_cls or (
         SingleAgentEnvRunner if single_agent else MultiAgentEnvRunner
     )
+    # Validation chooses this class; a config that comes from a file was validated as a copy.
+    if cls is SingleAgentEnvRunner and getattr(runner_config, "wraps_env", False):
+        cls = WrappingEnvRunner
     return cls(config=runner_config, worker_index=0)
 
 
