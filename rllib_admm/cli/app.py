@@ -218,6 +218,30 @@ def evaluate(
         )
 
 
+@app.command()
+def report(
+    result_dirs: Annotated[
+        list[Path], typer.Argument(help="Result folders: trials, experiments, or folders of those.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for report.png and report.html.")] = Path(
+        "report"
+    ),
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Return that counts as solved. Default: the environment's own."),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="Path in a result of what counts as the return.")
+    ] = "env_runners/episode_return_mean",
+    verbose: Verbose = 0,
+) -> None:
+    """Compare the runs in result folders of Ray Tune: a table, and curves as PNG and HTML."""
+    with errors_reported(verbose):
+        from rllib_admm.cli.report import write
+
+        write(result_dirs, out=out, threshold=threshold, metric=metric)
+
+
 @example_app.command("list")
 def example_list() -> None:
     """List the tuned examples."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,34 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rllib_admm.report.metrics import gradient_steps, lookup
+
 # Reports that stay visible in the live table.
 VISIBLE_REPORTS = 12
-
-
-def lookup(result: dict[str, Any], path: str) -> float | None:
-    """Returns the number at a ``/``-joined path of a nested result, or None."""
-    value: Any = result
-    for key in path.split("/"):
-        if not isinstance(value, dict) or key not in value:
-            return None
-        value = value[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return None if math.isnan(value) else float(value)
-
-
-def gradient_steps(result: dict[str, Any]) -> float | None:
-    """Returns the gradient steps so far, summed over learners.
-
-    ADMMDQN reports them. RLlib's own algorithms report trained steps, of which the mean batch size
-    makes up one gradient step.
-    """
-    reported = lookup(result, "consensus/gradient_steps_lifetime")
-    if reported is not None:
-        return reported
-    trained = lookup(result, "learners/__all_modules__/num_module_steps_trained_lifetime")
-    batch = lookup(result, "learners/default_policy/module_train_batch_size_mean")
-    return trained / batch if trained is not None and batch else None
 
 
 @dataclass(frozen=True)

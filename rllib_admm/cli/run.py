@@ -27,6 +27,7 @@ from rllib_admm.cli.greedy import greedy_return
 from rllib_admm.cli.progress import ProgressReporter
 from rllib_admm.cli.resources import check_resources
 from rllib_admm.cli.stopping import MetricStopper
+from rllib_admm.report.runs import write_greedy_returns
 
 DEFAULT_STORAGE_PATH = "results"
 GREEDY_EPISODES = 20
@@ -195,6 +196,8 @@ def _print_summary(experiment: Experiment, config: AlgorithmConfig, result: Resu
     with result.checkpoint.as_directory() as folder:
         returns = greedy_return(config, Path(folder), GREEDY_EPISODES)
     print(f"greedy return:     {returns}", flush=True)
+    if Path(result.path).is_dir():
+        write_greedy_returns(Path(result.path), returns.returns)
 
 
 def _last_exception(error: BaseException) -> str:
