@@ -58,13 +58,14 @@ def draw(runs: Sequence[Run], ylabel: str = "return") -> Figure:
                 x, (centre, low, high) = curve
                 colour, dash = styles[group]
                 label = f"{group} ({len(members)})"
-                panel.plot(x, centre, dash, color=colour, label=label, linewidth=1.8)
+                marker = "" if x[-1] > x[0] else "o"
+                panel.plot(x, centre, dash + marker, color=colour, label=label, linewidth=1.8)
                 if len(members) > 1:
                     panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             if attribute == "bytes_sent" and panel.lines:
                 panel.set_xscale("log")
             if missing:
-                panel.set_title("not counted: " + ", ".join(missing), fontsize=8, color="0.4")
+                panel.set_title("no numbers: " + ", ".join(missing), fontsize=8, color="0.4")
             panel.set_xlabel(xlabel)
             panel.grid(alpha=0.25)
             panel.spines[["top", "right"]].set_visible(False)
