@@ -308,11 +308,10 @@ def _small(env: Any, **training: Any) -> ADMMDQNConfig:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"clipped_double_q": True, "layer_norm": True, "weight_sync": "ddp"},
         {"action_grid": "joint", "num_atoms": 5},
     ],
-    ids=["per-dimension", "critics-ddp", "joint-atoms"],
+    ids=["critics-ddp", "joint-atoms"],
 )
 @pytest.mark.usefixtures("cluster")
 def test_nested_actions_frames_and_clipped_rewards_train(options: dict[str, Any]) -> None:

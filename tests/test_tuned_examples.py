@@ -13,6 +13,12 @@ import pytest
 import yaml
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "tuned_examples").glob("*.yaml"))
+# A second file with the experiments of its three neighbours: by hand, `pytest -m slow`.
+SLOW = {"lunarlander-compare"}
+NAMES = [
+    pytest.param(path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+    for path in EXAMPLES
+]
 # Most of a short run is starting and waiting, so some go on beside each other.
 AT_ONCE = 2
 
@@ -47,16 +53,25 @@ def train(path: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def in_here(item: pytest.Item) -> bool:
+    return getattr(item, "originalname", "") == "test_example_trains"
+
+
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
     folder = tmp_path_factory.mktemp("tuned")
+    selected = {item.callspec.params["name"] for item in request.session.items if in_here(item)}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {path.stem: pool.submit(train, path, folder) for path in EXAMPLES}
+        yield {
+            path.stem: pool.submit(train, path, folder)
+            for path in EXAMPLES
+            if path.stem in selected
+        }
 
 
-@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
+@pytest.mark.parametrize("name", NAMES)
 def test_example_trains(
     name: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]
 ) -> None:
