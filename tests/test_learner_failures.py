@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -175,5 +176,85 @@ def test_killed_env_runner_comes_back_with_a_keyframe() -> None:
             local_env_runner=False,
         ):
             assert np.array_equal(weights, z)
+    finally:
+        algo.stop()
+
+
+def test_all_learners_dead_start_again_from_z() -> None:
+    algo = make_config(num_learners=2).build_algo()
+    try:
+        train_until_active(algo, 2)
+        algo.train()
+        group = algo.learner_group
+        before, z = group.round, group.z(MODULE).numpy().copy()
+        for pid in group.get_pids():
+            os.kill(pid, signal.SIGKILL)
+        # The round that all of them left did not happen: z stays, both start again from it.
+        algo.train()
+        assert group.round == before
+        assert np.array_equal(group.z(MODULE).numpy(), z)
+        result = train_until_active(algo, 2)
+        assert result["consensus"]["num_learner_restarts"] == 2
+        rounds = result["consensus"]["round"]
+        result = algo.train()
+        assert result["consensus"]["round"] > rounds
+        assert np.isfinite(group.z(MODULE).numpy()).all()
+        assert not np.array_equal(group.z(MODULE).numpy(), z)
+    finally:
+        algo.stop()
+
+
+def test_a_reply_that_is_damaged_and_parameters_that_are_nan_are_recovered_from(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    algo = make_config(
+        num_learners=2,
+        replay_buffer_config={"type": "PrioritizedEpisodeReplayBuffer", "capacity": 5_000},
+    ).build_algo()
+    try:
+        train_until_active(algo, 2)
+        algo.train()
+        group = algo.learner_group
+
+        # One bit of the reply to learner 1 is flipped on its way.
+        reply = group._members[1].replies[MODULE]
+        message, middle = reply.message, len(reply.message) // 2
+        damaged = message[:middle] + bytes([message[middle] ^ 1]) + message[middle + 1 :]
+        group._members[1].replies[MODULE] = dataclasses.replace(reply, message=damaged)
+        with caplog.at_level("WARNING", logger="rllib_admm"):
+            result = algo.train()
+        assert result["consensus"]["num_messages_rejected"] == 1
+        assert "learner-1 could not apply a reply" in caplog.text and "checksum" in caplog.text
+
+        # The parameters of learner 0 become NaN: it is left out, and starts again from z.
+        def poison(learner: Any, **_: Any) -> None:
+            if learner._learner_index == 0:
+                learner.write_theta(MODULE, learner.theta(MODULE) * float("nan"))
+
+        list(group.foreach_learner(poison))
+        with caplog.at_level("WARNING", logger="rllib_admm"):
+            result = algo.train()
+        assert result["consensus"]["num_non_finite"] == 1
+        assert "learner-0 (default_policy) were not finite" in caplog.text
+        assert np.isfinite(group.z(MODULE).numpy()).all()
+
+        for _ in range(3):
+            result = algo.train()
+        assert result["consensus"]["num_messages_rejected"] == 1
+        assert result["consensus"]["num_non_finite"] == 1
+        assert result["consensus"]["num_learner_restarts"] == 0
+        group.settle()
+        for i, state in enumerate(group.get_consensus_states(MODULE)):
+            assert np.isfinite(state["theta"]).all() and np.isfinite(state["u"]).all()
+            memory = group._coordinators[MODULE].memory(f"learner-{i}").numpy()
+            assert np.array_equal(state["h"], memory)
+            assert np.array_equal(state["z"], group.z(MODULE).numpy())
+
+        # NaN TD errors did not become priorities.
+        def priorities(learner: Any, **_: Any) -> Any:
+            return learner._replay.shard(MODULE).get_state()["priorities"]
+
+        for result in group.foreach_learner(priorities):
+            assert np.isfinite(result.get()).all() and (result.get() > 0).any()
     finally:
         algo.stop()

@@ -28,7 +28,7 @@ def shorten(path: Path, folder: Path) -> Path:
     experiments = yaml.safe_load(path.read_text())
     for body in experiments.values():
         config = body["config"]
-        body["stop"] = {"num_env_steps_sampled_lifetime": 800}
+        body["stop"] = {"num_env_steps_sampled_lifetime": 1600}
         config["min_sample_timesteps_per_iteration"] = 400
         config["num_steps_sampled_before_learning_starts"] = 200
         config["training_intensity"] = 16
@@ -79,6 +79,7 @@ def test_example_trains(
     assert done.returncode == 0, done.stdout + done.stderr
     experiments = yaml.safe_load((EXAMPLES[0].parent / f"{name}.yaml").read_text())
     assert done.stdout.count("greedy return:") == len(experiments)
+
     assert len(re.findall(r"grad steps [1-9]", done.stdout)) >= len(experiments)
 
 
