@@ -93,7 +93,10 @@ def main(argv: list[str] | None = None) -> int:
         ),
     ).fit()
     best = results.get_best_result()
-    print({key: best.config[key] for key in SPACE}, f"return {best.metrics['env_runners']}"[:60])
+    print(
+        f"last return {best.metrics['env_runners']['episode_return_mean']:.1f} of the best trial:"
+    )
+    print({key: best.config[key] for key in SPACE})
     print(f"results: {results.experiment_path}")
     ray.shutdown()
     return 0

@@ -308,15 +308,17 @@ def _small(env: Any, **training: Any) -> ADMMDQNConfig:
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"clipped_double_q": True, "layer_norm": True, "weight_sync": "ddp"},
         {"action_grid": "joint", "num_atoms": 5},
     ],
-    ids=["critics-ddp", "joint-atoms"],
+    ids=["per-dimension", "critics-ddp", "joint-atoms"],
 )
 @pytest.mark.usefixtures("cluster")
 def test_nested_actions_frames_and_clipped_rewards_train(options: dict[str, Any]) -> None:
     config = _small(MixedActions, **options)
     config.environment(action_repeat=2, frame_stack=3, clip_rewards=(-0.5, 2.0))
+    config.reporting(min_sample_timesteps_per_iteration=200)
     algo = config.build_algo()
     try:
         for _ in range(4):

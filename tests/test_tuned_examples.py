@@ -13,12 +13,6 @@ import pytest
 import yaml
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "tuned_examples").glob("*.yaml"))
-# A second file with the experiments of its three neighbours: by hand, `pytest -m slow`.
-SLOW = {"lunarlander-compare"}
-NAMES = [
-    pytest.param(path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
-    for path in EXAMPLES
-]
 # Most of a short run is starting and waiting, so some go on beside each other.
 AT_ONCE = 2
 
@@ -71,7 +65,7 @@ def runs(
         }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
 def test_example_trains(
     name: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]
 ) -> None:
@@ -79,7 +73,6 @@ def test_example_trains(
     assert done.returncode == 0, done.stdout + done.stderr
     experiments = yaml.safe_load((EXAMPLES[0].parent / f"{name}.yaml").read_text())
     assert done.stdout.count("greedy return:") == len(experiments)
-
     assert len(re.findall(r"grad steps [1-9]", done.stdout)) >= len(experiments)
 
 

@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from ray.tune.registry import register_env
 
 from rllib_admm import ADMMDQNConfig
+from rllib_admm.report import interval
 
 METHODS: dict[str, dict[str, Any]] = {
     "ddp": {"weight_sync": "ddp"},
@@ -185,20 +185,6 @@ def run(args: argparse.Namespace, method: str, k: int, shards: str, seed: int) -
     }
 
 
-def bootstrap(values: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
-    """Returns the interquartile mean with its 90% bootstrap interval."""
-
-    def iqm(x: np.ndarray) -> np.ndarray:
-        x = np.sort(x, axis=-1)
-        cut = x.shape[-1] // 4
-        return x[..., cut : x.shape[-1] - cut].mean(axis=-1)
-
-    data = np.asarray(values, float)
-    rng = np.random.default_rng(0)
-    low, high = np.percentile(iqm(data[rng.integers(0, len(data), (draws, len(data)))]), [5, 95])
-    return float(iqm(data)), float(low), float(high)
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a results file."""
     return [DEFAULTS | json.loads(line) for line in path.read_text().splitlines()]
@@ -220,7 +206,7 @@ def print_table(path: Path) -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for (shards, k, method, override, named), rows in sorted(groups.items()):
-        centre, low, high = bootstrap([r["greedy_mean"] for r in rows])
+        centre, low, high = interval([r["greedy_mean"] for r in rows])
         name = " ".join(part for part in (method, override, named) if part not in ("", "{}"))
 
         def mean(key: str, rows: list[dict[str, Any]] = rows) -> float:

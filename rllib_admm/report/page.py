@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from rllib_admm.report.figure import draw
 from rllib_admm.report.runs import Run
 from rllib_admm.report.table import LEARNING, SPEED, rows
 
@@ -55,6 +54,9 @@ def write_report(
     Returns:
         Paths of the picture and of the page.
     """
+    # Here, since `rllib train` imports this package and draws nothing.
+    from rllib_admm.report.figure import draw
+
     folder.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     draw(runs, metric).savefig(buffer, format="png", dpi=130)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ RESULTS_FILE = "result.json"
 GREEDY_FILE = "greedy_returns.json"
 _TIME_SUFFIX = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 # Settings that make another run of the same thing, or say nothing about what is compared.
-_NOT_SETTINGS = ("seed", "env_config/seed", "num_workers", "trial_info", "log_level")
+_NOT_SETTINGS = ("seed", "log_level")
 _TUNE_PARAMS = "params.json"
 
 
@@ -191,17 +191,35 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _named_by_difference(runs: list[Run]) -> list[Run]:
     """Names runs of one experiment by the settings in which they differ, the seed apart."""
-    named: list[Run] = []
-    for run in runs:
-        same = [other for other in runs if other.group == run.group]
-        keys = sorted({key for other in same for key in other.settings})
-        differing = [
-            f"{key.rpartition('/')[2]}={run.settings.get(key, '-')}"
-            for key in keys
-            if len({other.settings.get(key) for other in same}) > 1
-            # Objects print with their addresses.
-            and not any(" at 0x" in other.settings.get(key, "") for other in same)
-        ]
-        group = " ".join([run.group, *differing])
-        named.append(Run(**{**run.__dict__, "group": group}))
-    return named
+    differing = {
+        group: _differing([r for r in runs if r.group == group])
+        for group in {run.group for run in runs}
+    }
+    return [
+        replace(
+            run,
+            group=" ".join(
+                [
+                    run.group,
+                    *(
+                        f"{key.rpartition('/')[2]}={run.settings.get(key, '-')}"
+                        for key in differing[run.group]
+                    ),
+                ]
+            ),
+        )
+        for run in runs
+    ]
+
+
+def _differing(runs: list[Run]) -> list[str]:
+    """Returns the settings in which some runs differ."""
+    values: dict[str, set[str | None]] = {
+        key: {run.settings.get(key) for run in runs} for run in runs for key in run.settings
+    }
+    return sorted(
+        key
+        for key, found in values.items()
+        # Functions and objects print with their addresses, which always differ.
+        if len(found) > 1 and not any(" at 0x" in text for text in found if text)
+    )
