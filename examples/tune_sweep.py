@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
 import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
+from rich.console import Console
 
 from rllib_admm import ADMMDQNConfig
+from rllib_admm.cli.progress import ProgressReporter
 
 METRIC = "env_runners/episode_return_mean"
 STEPS = "num_env_steps_sampled_lifetime"
@@ -73,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
 
         search = ConcurrencyLimiter(OptunaSearch(seed=args.seed), max_concurrent=1)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    results = tune.Tuner(
+    progress = ProgressReporter("search", Console())
+    tuner = tune.Tuner(
         "ADMMDQN",
         param_space=make_space(args),
         tune_config=tune.TuneConfig(
@@ -86,12 +90,16 @@ def main(argv: list[str] | None = None) -> int:
             ),
         ),
         run_config=tune.RunConfig(
-            name="admm-sweep",
+            # With the time, so that a repeated search is not added to the last one.
+            name=f"admm-sweep_{time.strftime('%Y-%m-%d_%H-%M-%S')}",
             storage_path=str(args.storage_path.resolve()),
             stop={STEPS: args.env_steps},
-            verbose=1,
+            callbacks=[progress],
+            verbose=0,
         ),
-    ).fit()
+    )
+    with progress:
+        results = tuner.fit()
     best = results.get_best_result()
     print(
         f"last return {best.metrics['env_runners']['episode_return_mean']:.1f} of the best trial:"
