@@ -94,7 +94,7 @@ def test_the_table_by_hand(experiment: Path) -> None:
     assert row.final_return.low < row.final_return.centre < row.final_return.high
     assert row.variance == pytest.approx(50.0**2)
     assert row.greedy_return == (495.0, 495.0, 495.0)
-    assert row.bytes_per_gradient_step == pytest.approx(20_000 * 2.5 / 500)
+    assert row.bytes_per_gradient_step == pytest.approx(20_000 * 2 / 500)
     assert row.gradient_steps_per_s == pytest.approx(500 / 50)
     assert row.env_steps_per_s == pytest.approx(100.0) and row.seconds == 50.0
     (early,) = rows(runs, threshold=405.0)

@@ -10,7 +10,7 @@ SECONDS = "time_total_s"
 RETURN = "env_runners/episode_return_mean"
 EVALUATION_RETURN = "evaluation/env_runners/episode_return_mean"
 
-_BYTES = ("bytes_up_lifetime", "bytes_down_lifetime", "bytes_broadcast_lifetime")
+_BYTES = ("bytes_up_lifetime", "bytes_down_lifetime")
 
 
 def lookup(result: dict[str, Any], path: str) -> float | None:
@@ -41,6 +41,9 @@ def gradient_steps(result: dict[str, Any]) -> float | None:
 
 
 def bytes_sent(result: dict[str, Any]) -> float | None:
-    """Returns the message bytes so far between learners and to EnvRunners; None if not counted."""
+    """Returns the message bytes that learners sent and received so far; None if not counted.
+
+    As in `consensus/bytes_per_gradient_step`, without the broadcasts to EnvRunners.
+    """
     counts = [lookup(result, f"consensus/{key}") for key in _BYTES]
     return None if counts[0] is None else sum(count or 0.0 for count in counts)

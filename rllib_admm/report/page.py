@@ -29,7 +29,7 @@ _NOTES = (
     "Final return: mean of the reports of the last fifth of a run's env steps, exploration "
     "included; variance: of those reports, within a run. Greedy return: of the last weights.",
     "Steps to threshold: env steps at the first report at or above the threshold.",
-    "Bytes: messages between learners and to EnvRunners, where the algorithm counts them. "
+    "Bytes: messages that learners sent and received, where the algorithm counts them. "
     "Gradient steps: summed over learners. Rates include the time of evaluations.",
 )
 
